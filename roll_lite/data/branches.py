@@ -54,8 +54,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Keep each sample's first row. Of all its rows, `response_length` is summed, `min_version` is the minimum, `max_version` and
-    `policy_tokens` are the maximum (max_tokens limits each row)."""
+    """Keep each sample's first row, with values from all its rows: the sum of `response_length`, the minimum of `min_version`, and the
+    maximum of `max_version` and of `policy_tokens` (a maximum, because max_tokens limits each row)."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

@@ -81,8 +81,8 @@ def _folder(folder: Path) -> list[Path]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Raise ValueError if file names tell several splits, or tell none and differ in more than digits and punctuation: held-out rows would
-    be trained on."""
+    """Raise ValueError if the files may be of several splits: their names state different splits, or state none and differ in more than
+    digits and punctuation. Held-out rows could be trained on."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))

@@ -68,8 +68,8 @@ class Interpreter:
         self.thread = ThreadPoolExecutor(1)
         self.files: dict[str, str] = {}
         self.longest_wait_s = LONGEST_S
-        """Maximum seconds that a call may wait for earlier calls of the same response; a call that waits longer is not run. All calls must
-        end before `turn_timeout_s`."""
+        """Maximum seconds that a call may wait for earlier calls of the same response, so that all calls end before `turn_timeout_s`. A
+        call that waits longer is not run."""
         self._settings = settings
         self._peer: socket.socket | None = None
 

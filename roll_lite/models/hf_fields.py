@@ -66,7 +66,7 @@ OF_GENERATION = _names(
     begin_suppress_tokens assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule
     target_lookbehind"""
 )
-"""Ignored special tokens and sampling defaults: requests carry their own."""
+"""Ignored fields: special tokens and sampling defaults. Requests carry their own."""
 WITH_EXPERTS = ("qwen3_moe",)
 _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION

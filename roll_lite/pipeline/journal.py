@@ -152,8 +152,8 @@ class Journal:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
     def _rank_spans(self) -> Iterator[Span]:
-        """Yield the ranks' spans of this step. The parent of a rank's span is the driver's span of the same phase that was open at its
-        start; if none was open, the step."""
+        """Yield the ranks' spans of this step. The parent of a rank's span is the driver's span of the same phase that was open when the
+        rank's span began; if there was none, the step."""
         step, *own = self.timers.last.spans
         for role, ranks in self._work.items():
             for rank, phases in enumerate(ranks):

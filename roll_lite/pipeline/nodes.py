@@ -42,7 +42,7 @@ LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
 
 @dataclass(frozen=True)
 class Reader:
-    """Folder, named by `setting`, whose files must be the same on all nodes of `roles`."""
+    """Folder that `roles` read. Its files must be the same on all their nodes. `setting`: YAML path that names it, or "roll_lite"."""
 
     setting: str
     folder: Path

@@ -309,7 +309,7 @@ class Validations:
         """Step of the running validation or, if none runs, of the last one."""
 
     def begin(self, step: int, version: int) -> None:
-        """Start a validation whose results are reported for `step`, and call `wait`."""
+        """Start a validation whose results are reported for `step`; wait for its end, unless it runs during training (see `wait`)."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}

@@ -50,7 +50,7 @@ class RewardType(Section):
     reads_answer_first: ClassVar[bool] = False
     """True if the reward parses the reference answer before the response: scoring an empty response then checks the reference."""
     answers_are_responses: ClassVar[bool] = True
-    """False if a reference answer cannot be scored as a response, such as a program's tests."""
+    """False if reference answers, such as instruction ids, cannot be scored as responses."""
     unshown: ClassVar[tuple[str, ...]] = ()
     """Arguments that may hold a secret, hidden in messages."""
 

@@ -142,7 +142,7 @@ def _iter(first: Any, *last: Any) -> Iterator[Any]:
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
-"""Generators in place of three builtins. A StopIteration of the program is then an error instead of the end of a loop."""
+"""Generators in place of builtins that call functions. A function's StopIteration is then an error (PEP 479), not the end of a loop."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:

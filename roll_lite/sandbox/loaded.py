@@ -40,7 +40,7 @@ class Loaded:
         return self
 
     def put_back(self) -> set[str]:
-        """Undo the program's changes to modules, classes and functions, except to state such as sys.stdout. Return the replaced names."""
+        """Restore modules, classes and functions that the program changed, but not state such as sys.stdout. Return the replaced names."""
         replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
         sys.modules.update(self.modules)
         for function, code, defaults, named in self._code.values():

@@ -233,8 +233,8 @@ class Flight(Asked):
     def _look(self) -> None:
         """Abort the request if its timeout is up; else check again later.
 
-        After the engine has started the request, its generation time on all engines counts; before, only time in which the engine generates
-        nothing.
+        Before the engine starts the request, only time in which the engine generates nothing counts. From then on, the request's generation
+        time counts, on this engine and earlier ones.
         """
         now = self._clock.time()
         if self.begun:

@@ -205,7 +205,7 @@ class EpisodeFailed(Exception):
 
 
 Episode = Callable[[Prompt, Conversation], Awaitable[None]]
-"""Function that runs one conversation. RequestFailed passes through; EpisodeFailed means that the environment failed."""
+"""Function that runs one conversation. It lets RequestFailed pass, and raises EpisodeFailed if the environment fails."""
 
 
 async def one_response(prompt: Prompt, conversation: Conversation) -> None:

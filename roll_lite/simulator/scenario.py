@@ -51,7 +51,7 @@ class Failures:
 class Changes:
     joining: tuple[float, ...] = ()
     leaving: tuple[tuple[float, int], ...] = ()
-    """Node drains: (second, node). Requests continue on other engines; the last engine stays."""
+    """Node drains: (time in seconds, node number). Requests continue on other engines; the last engine stays."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Scenario:
     offload_s: float | None = None
     """Time to offload and load engines between batches; None: they stay loaded."""
     deterministic: bool = False
-    """True if requests are sent in waves, and a request's id determines its engine."""
+    """True if a request's id determines its engine, and requests start together once every unfinished sample waits (in waves)."""
 
     @property
     def takes_turns(self) -> bool:

@@ -155,8 +155,7 @@ class JudgeWorker(AsyncWorker):
         return self._server.address
 
     async def initialize(self, before: Sequence[JudgeAddress] | None = None) -> None:
-        """Start the server. `before`: addresses of a judge's lost workers, by rank, if this worker replaces one and takes over its
-        address."""
+        """Start the server. `before`: if the judge restarts, its former addresses, by rank; the server takes over its rank's."""
         if before is not None:
             await self._server.take_over(before[self.rank])
         await self._fleet.start()

@@ -59,7 +59,7 @@ RankWork = dict[str, PhaseWork]
 
 
 class RankPhases:
-    """Measures the phases of this rank. Phases do not nest."""
+    """Measures time and memory of this rank's phases, such as log_probs or train. Phases do not nest."""
 
     def __init__(self, name: str, snapshots: Path, loaded: Callable[[], Sequence[str]] = tuple) -> None:
         """`name`: ROLE-RANK. `loaded`: returns the state groups on the device. When GPU memory runs out, a snapshot is written to

@@ -76,7 +76,7 @@ class Composition:
         self.broken.add(broken)
 
     def _entries(self, defaults: Any, place: str) -> list[tuple[str | None, str]]:
-        """Return (file name, place for messages) per entry of `defaults`; the name is None for `_self_`."""
+        """Return (file name, location for error messages) for each entry of `defaults`; the name is None for `_self_`."""
         items = [defaults] if isinstance(defaults, str) else defaults
         if not isinstance(items, list):
             self.refuse(place, "has to be a file's name or a list of them", defaults)

@@ -54,7 +54,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Move overrides of a section's `name` before those of its other keys. Otherwise a change of `name` would drop the other keys."""
+    """Put overrides of a section's `name` before those of its other keys: a later change of `name` may drop what those have set."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value

@@ -56,8 +56,8 @@ class PlacementConfig(Section):
     """by_role: `devices: n` means devices 0 to n-1. colocated: all roles share devices. split: models that train or score share devices,
     engines have others. pairs: actor with reference, critic with reward models, engines alone. apart: each role alone."""
     nodes: Annotated[PositiveInt, below(4097, "more than a cluster has")] | None = None
-    """Number of nodes to take: the driver's node, then others in order of address. The run fails if too few are free. null: the first nodes
-    with room; `devices` then cannot name nodes."""
+    """Number of nodes to use: those with enough free devices, the driver's node first, then by address. The run fails if there are too few
+    within ray.placement_timeout_s. null: Ray chooses nodes, and `devices` cannot name any."""
     devices_per_node: Annotated[PositiveInt, below(1025, "more than a node has")] = 8
     """Devices of each node, numbered over all nodes."""
     fill: Literal["pack", "spread"] = "pack"

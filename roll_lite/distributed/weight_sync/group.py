@@ -65,8 +65,8 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key of the newest epoch, written only by `interrupt`; only member 0 writes _EPOCH. With one writer, a key's epoch never
-decreases."""
+"""Store key to which `interrupt` writes the new epoch; a group's member 0 writes its epoch to _EPOCH. The larger one counts. With one
+writer, a key's epoch never decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2

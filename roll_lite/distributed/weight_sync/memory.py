@@ -54,7 +54,7 @@ class BucketSegment(Watched):
 
     handle = ""
     exports: Sequence[Export] = ()
-    """CUDA IPC exports, one per reader: torch counts one reader per export."""
+    """CUDA IPC exports, one per reader, because torch's reference count of an export allows for one reader only."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))

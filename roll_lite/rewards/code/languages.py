@@ -86,8 +86,8 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """Return (code, language tag) of each fenced block. An unclosed block counts only if tagged (an untagged fence may close an earlier
-    block) and not `ends_early`."""
+    """Return (code, language tag) of each fenced block. Skip an unclosed block if the response was cut off (`ends_early`) or if the block
+    has no tag: its fence may be the end of an earlier block."""
     found: list[tuple[str, str]] = []
     for block in BLOCK.finditer(text):
         code, indent, tag = block["code"], block["indent"], block["tag"].lower()

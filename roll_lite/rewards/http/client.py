@@ -74,7 +74,7 @@ class AskingReward(RewardType, HttpSettings):
 
 
 class ServiceRefused(ResponseSuspected):
-    """Error: the service refused the request, perhaps because of the response."""
+    """Error: the service refused the request, perhaps because of the model's response."""
 
 
 class _Failed(Exception):

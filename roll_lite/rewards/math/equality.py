@@ -116,7 +116,8 @@ def same_number(gold: Quantity, found: Quantity) -> bool | None:
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
-    """Normalize a numeral with a base (1001_2, 0x2A) to a text, a ratio (2:3) to the shares of its parts (2/5, 3/5), other text to ""."""
+    """Return a numeral with a base (1001_2, 0x2A) in lower case without leading zeros, the shares of a ratio's parts (2/5 and 3/5 for 2:3),
+    or () for other text."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
         return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)

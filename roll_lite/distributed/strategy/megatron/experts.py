@@ -71,7 +71,8 @@ class Balance:
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Record a layer's load-balancing loss (summed over rows). Return its share of the training objective: loss * coef / rows."""
+        """Record a layer's load-balancing loss, summed over a micro-batch's rows. Return its part of the training objective:
+        loss * coef / rows of the optimizer step."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 

@@ -83,7 +83,7 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
     """Sum metrics over micro-batches and data-parallel ranks, waiting for the device once.
 
-    Equal sums of context-parallel ranks are averaged, so that one rank's NaN or infinity reaches all.
+    Context-parallel ranks hold equal sums. These are averaged, so that a NaN or infinity on one rank reaches all.
     """
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:

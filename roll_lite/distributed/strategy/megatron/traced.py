@@ -175,7 +175,7 @@ def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
             return preprocess(*args)
 
     def evenly(hf: Any) -> dict[str, Any]:
-        """Send equally many tokens to every expert: fake tensors have no counts."""
+        """Return the experts' settings, but with equally many tokens for every expert: fake tensors hold no token counts."""
         even = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
         return {**experts_config(hf), **even} if hf.experts is not None else {}
 

@@ -54,7 +54,7 @@ class Vocabulary:
             yield slice(start, min(start + self._block_words, self.words))
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield (block, logits [N, words]), -inf outside a truncated softmax. The caller may overwrite the logits."""
+        """Yield (block, logits [N, words]). Tokens that a truncated softmax drops get -inf. The caller may overwrite the logits."""
         for block in self.blocks():
             logits = hidden @ weight[block].t()
             if self._kept is not None and self._truncated is not None:

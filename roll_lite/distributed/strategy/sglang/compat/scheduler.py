@@ -176,7 +176,7 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
 
 
 def take_seeds_where_given() -> None:
-    """Make SGLang use requests' seeds without its deterministic mode, which needs a GPU. Batches without seeds stay faster."""
+    """Make SGLang use requests' seeds without its deterministic mode, which needs a GPU. Batches without seeds keep the faster sampling."""
     make, merge = SamplingBatchInfo.__dict__["from_schedule_batch"].__func__, SamplingBatchInfo.merge_batch
 
     def drawn(info: SamplingBatchInfo) -> torch.Tensor:

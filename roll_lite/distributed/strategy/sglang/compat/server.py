@@ -112,7 +112,7 @@ class EngineServer:
         }
 
     async def serve(self) -> None:
-        """Execute the host's commands; raise Closed when the host is gone."""
+        """Execute the parent process's commands; raise Closed when the parent closes the channel or ends."""
         while True:
             match await self._channel.receive():
                 case "generate", number, request:

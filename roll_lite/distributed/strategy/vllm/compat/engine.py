@@ -220,7 +220,7 @@ class VllmEngine(VllmProcesses):
 
 
 class VllmPart(VllmProcesses):
-    """Workers of a vLLM engine on a node other than its first (like `vllm serve --headless`)."""
+    """Workers of a vLLM engine on a node that is not the engine's first (like `vllm serve --headless`)."""
 
     _executor: MultiprocExecutor | None = None
 

@@ -141,8 +141,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def restore_stop_overlap(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in tokens generated before a resume: its detokenizer starts with these tokens, which end the
-    prompt."""
+    """Make vLLM find stop strings that begin in tokens generated before a resume. Those tokens are at the prompt's end; the detokenizer
+    starts with the last of them."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
