@@ -59,9 +59,13 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Replace a file atomically: the yielded path is that of a draft, which replaces `path` at the end of the block."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
+def replacing(path: Path, has_other_writers: bool = True) -> Iterator[Path]:
+    """Replace a file atomically: the yielded path is that of a draft, which replaces `path` at the end of the block.
+
+    `has_other_writers`: other processes may write the file too, so each has a draft of its own. Otherwise the next writer overwrites the
+    draft of one that was killed.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}.partial") if has_other_writers else path.with_suffix(".partial")
     yield draft
     draft.replace(path)
 

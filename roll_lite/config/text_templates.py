@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from string import Formatter
 
 BRACES = "write {{ and }} for braces that stay"
@@ -17,6 +18,7 @@ def placeholders(text: str) -> list[str]:
     return list(dict.fromkeys(name for name, _, _ in fields))
 
 
+@cache
 def compile_format(pattern: str) -> re.Pattern[str]:
     if not pattern:
         raise ValueError("the empty pattern matches every response")

@@ -22,7 +22,7 @@ def as_table(columns: DataProto) -> pa.Table:
 
 def write_table(path: Path, table: pa.Table) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as draft:
+    with replacing(path, has_other_writers=False) as draft:
         pq.write_table(table, draft, compression="zstd")
 
 

@@ -117,7 +117,7 @@ def write_dump(
     schema = pa.schema(description | {name: array.type for name, array in further.items()} | tokens)
     largest = 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as draft, pq.ParquetWriter(draft, schema, compression="zstd", write_page_checksum=True) as file:
+    with replacing(path, False) as draft, pq.ParquetWriter(draft, schema, compression="zstd", write_page_checksum=True) as file:
         for part in _row_groups(entries):
             described = [_described(entry, clock_offset) for entry in part]
             arrays = {name: pa.array([one[name] for one in described], kind) for name, kind in description.items()}

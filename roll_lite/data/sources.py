@@ -200,8 +200,11 @@ def _batches(path: Path, columns: Sequence[str] | None) -> Iterator[Any]:
         with parquet.ParquetFile(path, memory_map=True) as file:
             yield from file.iter_batches(ROWS_AT_ONCE, columns=columns)
         return
-    table = _arrow_reader(path).read_all()  # of a memory map: nothing is copied
-    yield from (table if columns is None else table.select(list(columns))).to_batches(ROWS_AT_ONCE)
+    reader = _arrow_reader(path)
+    batches = reader if hasattr(reader, "read_next_batch") else map(reader.get_batch, range(reader.num_record_batches))
+    for batch in batches:
+        read = batch if columns is None else batch.select(list(columns))
+        yield from (read.slice(start, ROWS_AT_ONCE) for start in range(0, batch.num_rows, ROWS_AT_ONCE))
 
 
 def _arrow_reader(file: Path) -> Any:

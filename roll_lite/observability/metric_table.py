@@ -45,10 +45,10 @@ DEVICE_TOKENS = Metric(MEAN, "tokens/s", "Tokens per device and second, prompts 
 by_domain = partial(Metric, by="domain")
 domain_share = partial(Metric, MEAN, "share", by="domain")
 group_count = partial(Metric, SUM, "groups", by="domain")
+# Means over policy tokens.
 actor_mean = partial(Metric, MEAN, by="domain", denominators=ACTOR)
 critic_mean = partial(Metric, MEAN, by="domain", denominators=("critic/tokens",))
 credit_mean = partial(Metric, MEAN, by="domain", denominators=CREDIT)
-"""Means over policy tokens."""
 
 METRICS: dict[str, Metric] = {
     # rewards of the training batch

@@ -26,7 +26,7 @@ from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.place import Place, member_places
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.weight_sync.group import Pushed
-from roll_lite.files import write_json, write_whole
+from roll_lite.files import replacing, write_json, write_whole
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
@@ -378,14 +378,12 @@ class Journal:
         folder = self.folder / CREDIT_FOLDER
         folder.mkdir(exist_ok=True)
         file = folder / f"step_{self._current:06d}.jsonl"
-        unfinished = file.with_suffix(".partial")
-        with unfinished.open("w", encoding="utf-8") as lines:
+        with replacing(file, has_other_writers=False) as draft, draft.open("w", encoding="utf-8") as lines:
             for number, *values in zip(rows.tensor("sample").tolist(), *columns, strict=True):
                 record = dict(zip(("domain", *names), values, strict=True))
                 advantage = advantages.get(number, math.nan)
                 known = advantage if math.isfinite(advantage) else None  # JSON has no NaN
                 lines.write(json.dumps({"step": self._current, **record, "advantage": known}) + "\n")
-        unfinished.replace(file)
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
         """Record a step's optimizer updates. `updates`: {role: [data parallel rank][update]}. Metric sums, equal on all ranks, are read

@@ -177,6 +177,9 @@ def _scored(scores: list[Score | RewardFailed]) -> Score:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
+    said = getattr(function, "batched", None)
+    if said is not None:
+        return bool(said)
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters:
         return False

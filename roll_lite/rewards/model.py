@@ -107,7 +107,9 @@ class ModelReward(RewardType):
     def score_of(self, output: float) -> Score:
         if not math.isfinite(output):
             raise ResponseSuspected(f"reward model: its output is {output}, which is not finite")
-        value = (1 + math.tanh(output / 2)) / 2 if self.scale == "sigmoid" else output
+        value = output
+        if self.scale == "sigmoid":  # precise for small values too
+            value = 1 / (1 + math.exp(-output)) if output >= 0 else math.exp(output) / (1 + math.exp(output))
         return Score(value, output > self.threshold, {"reward_model": output})
 
 

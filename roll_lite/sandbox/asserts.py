@@ -323,6 +323,8 @@ def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float) -
                 LOADED.put_back()
                 given = {name: one for name, one in known().items() if name in asked["test"]["names"]}
                 answer = {"token": asked["token"], "error": run_test(asked["test"], given, inside=True)}
+            case other:
+                raise KeyError(other)
         outgoing.write(json.dumps(answer).encode() + b"\n")
         outgoing.flush()
 

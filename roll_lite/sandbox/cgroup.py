@@ -23,10 +23,11 @@ class Group:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._claim = claim(folder)
-        self._open: dict[str, int] = {}
-        for name in ("cgroup.procs", "cpu.stat", "memory.max", "memory.swap.max", "memory.events", "pids.max"):
-            flags = os.O_RDONLY if name in ("cpu.stat", "memory.events") else os.O_WRONLY
-            with contextlib.suppress(FileNotFoundError):  # its controller is off
+        self._open = {"cgroup.procs": os.open(f"{folder}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)}
+        self._open["cpu.stat"] = os.open(f"{folder}/cpu.stat", os.O_RDONLY | os.O_CLOEXEC)
+        for name in ("memory.max", "memory.swap.max", "memory.events", "pids.max"):
+            with contextlib.suppress(OSError):
+                flags = os.O_RDONLY if name == "memory.events" else os.O_WRONLY
                 self._open[name] = os.open(f"{folder}/{name}", flags | os.O_CLOEXEC)
         self._before_s, self._killed_before = 0.0, 0
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import yaml
 
@@ -66,9 +65,12 @@ def refuse_unwritable(picture: Path) -> None:
     if is_folder(picture):
         raise ValueError(f"--picture: {picture} is a folder; name a file in it")
     try:
-        TemporaryFile(dir=picture.parent).close()
-    except OSError as error:
-        raise ValueError(f"--picture: {picture} cannot be written: {error.strerror}") from error
+        draft = picture.with_name(f"{picture.name}.partial")
+        draft.touch()
+        draft.unlink()
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ValueError(f"--picture: {picture} cannot be written: {reason}") from error
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:

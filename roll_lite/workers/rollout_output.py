@@ -25,6 +25,7 @@ from roll_lite.data.prompts import MOST_REPORTED
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Branch, Prompt, Sample, SampleGroup
 from roll_lite.distributed.dataflow import Block, put_block
+from roll_lite.files import replacing
 from roll_lite.scheduler.ledger import DELIVERED
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
@@ -157,10 +158,8 @@ def write_samples(
     clock minus event loop clock, in seconds. `columns`: of a validation, from `reported_columns`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset, columns.get(group.domain, ())))
-    unfinished = path.with_suffix(".partial")
-    with unfinished.open("wb") as file:
+    with replacing(path, has_other_writers=False) as draft, draft.open("wb") as file:
         file.writelines(_line(record) for record in records)
-    unfinished.replace(path)
 
 
 def _line(record: dict[str, Any]) -> bytes:

@@ -48,14 +48,15 @@ def _device_list(config: RunConfig, name: str, role: Role) -> Mistakes:
         yield f"{name}.devices", f"{factors} does not divide {len(numbers)} devices into whole {what}; use a multiple of {size}"
 
 
-def _replicas(config: RunConfig, name: str, role: Role) -> Mistakes:
-    if not isinstance(role, InferRoleConfig):
+def _replicas_share_a_device(config: RunConfig, name: str, role: Role) -> Mistakes:
+    if isinstance(role, InferRoleConfig) and role.replicas_per_device > 1 and (size := model_parallel_size(role)) > 1:
+        yield f"{name}.replicas_per_device", f"a replica has {size} devices of its own (tensor_parallel); use 1"
+
+
+def _joining_engines(config: RunConfig, name: str, role: Role) -> Mistakes:
+    if not isinstance(role, InferRoleConfig) or role.most_replicas is None:
         return
     size, place = model_parallel_size(role), f"{name}.most_replicas"
-    if role.replicas_per_device > 1 and size > 1:
-        yield f"{name}.replicas_per_device", f"a replica has {size} devices of its own (tensor_parallel); use 1"
-    if role.most_replicas is None:
-        return
     first = len(device_numbers(role.devices)) // size
     if role.most_replicas < first:
         yield place, f"{role.most_replicas} is less than the {first} replicas that {name}.devices makes; raise it, or lower the devices"
@@ -92,12 +93,7 @@ def _experts(config: RunConfig, name: str, role: Role) -> Mistakes:
     if shape is None or not isinstance(strategy, MegatronStrategyConfig):
         return
     parallel, tensor = strategy.expert_parallel, strategy.expert_tensor_parallel
-    modules = strategy.recompute_modules or () if strategy.recompute == "selective" else ()
-    if "mlp" in modules and shape.feed_forward is None:
-        yield f"{name}.strategy.recompute_modules", "mlp: all layers of the model have experts; use moe"
     if shape.experts is None:
-        if "moe" in modules:
-            yield f"{name}.strategy.recompute_modules", "moe: the model has no experts; use mlp"
         for part in ("expert_parallel", "expert_tensor_parallel"):
             if getattr(strategy, part) > 1:
                 yield f"{name}.strategy.{part}", "the model has no experts; use 1"
@@ -139,10 +135,23 @@ def _experts_in_engines(config: RunConfig, name: str, role: Role) -> Mistakes:
         yield f"{name}.strategy.tensor_parallel", message
 
 
+def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Mistakes:
+    strategy, shape = role.strategy, known_shape(model_folder(config, role))
+    if not isinstance(strategy, MegatronStrategyConfig) or strategy.recompute != "selective" or shape is None:
+        return
+    modules = strategy.recompute_modules or ()
+    if "moe" in modules and shape.experts is None:
+        yield f"{name}.strategy.recompute_modules", "moe: the model has no experts; use mlp"
+    if "mlp" in modules and shape.feed_forward is None:
+        yield f"{name}.strategy.recompute_modules", "mlp: all layers of the model have experts; use moe"
+
+
 ROLE_CHECKS = (
     _device_list,
-    _replicas,
+    _replicas_share_a_device,
+    _joining_engines,
     _sizes_fit_the_model,
+    _recomputed_modules,
     _experts,
     _experts_in_engines,
 )

@@ -29,9 +29,8 @@ def _used_by_a_reward(config: RunConfig, path: str, model: RewardModelConfig | J
     misspelt = any(close_names(other, [reward]) for other in others)
     if not NAME.fullmatch(name):
         yield path, f"a {what}'s name is part of file names: a letter, then letters, digits, '_' and '-'"
-    known = all(
-        isinstance(one, str) and one in getattr(config, sections) for one in asked
-    )  # an unknown name may be a misspelling of this name
+    models = getattr(config, sections)
+    known = all(isinstance(one, str) and one in models for one in asked)  # an unknown name may be a misspelling of this name
     if name not in asked and not misspelt and known:
         example = f"{{name: {reward}, args: {{{argument}: {name}}}}}"
         yield path, f"no domain uses it; remove the section, or set a domain's reward to {example}"

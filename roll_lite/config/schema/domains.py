@@ -43,11 +43,16 @@ class DataFilterConfig(Section):
 DataFiles = DataPath | NonEmpty[DataPath] | Annotated[dict[DataPath, PositiveFloat], Field(min_length=1)]
 
 
+def _has_held_out_prompts(name: str) -> str:
+    validation_preset(name)
+    return name
+
+
 class DataConfig(Section):
     preset: str | None = None
     """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings are the domain's defaults. Your own `train` files
     need the preset's columns."""
-    validation_preset: Annotated[str, AfterValidator(lambda name: validation_preset(name) and name)] | None = None
+    validation_preset: Annotated[str, AfterValidator(_has_held_out_prompts)] | None = None
     """Preset for the held-out prompts; null: the one in `preset`."""
     train: DataFiles | None = None
     """Training prompts; `mode: evaluate` needs none. A .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or

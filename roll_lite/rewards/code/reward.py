@@ -136,7 +136,8 @@ class CodeReward(RewardType):
         return f"programs run in a sandbox; {runner.describe()}" if isinstance(runner, SandboxPool) else "programs run in a remote sandbox"
 
     def longest_s(self) -> dict[str, float]:
-        """If `timeout_s` expired first, a slow program's sample would fail instead of scoring 0."""
+        """Return the limit of all tests. If the reward's `timeout_s` expired first, a slow program's sample would fail instead of scoring
+        0."""
         return {"total_s": WALL_PER_CPU * self.total_s}
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:

@@ -175,11 +175,11 @@ async def _said(client: HttpClient, request: dict[str, Any]) -> str | None:
         choice = answer["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         is_cut = choice.get("finish_reason") == "length"
-        if not isinstance(text, str | None):
-            raise TypeError
     except (KeyError, IndexError, TypeError):
         told = f"no choices[0] with a message or text in the answer: {json.dumps(answer):.200}"
         raise ResponseSuspected(f"reward judge: {url}: {told}") from None
+    if not isinstance(text, str | None):
+        raise ResponseSuspected(f"reward judge: {url}: the message's content is no string: {text!r:.80}")
     return None if is_cut else text or ""
 
 
