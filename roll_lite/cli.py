@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_output_usable() -> None:
-    """Open closed standard streams on /dev/null; escape characters that the encoding lacks."""
+    """If a standard stream is closed, open it on /dev/null. Print characters outside stdout's encoding as escapes."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next opened file gets its number
         os.set_inheritable(number, True)
     os.close(number)

@@ -50,10 +50,10 @@ def full_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 def kl_loss(
     new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator, unbiased_gradient: bool = False, old: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Estimate each token's KL, with a gradient (to `new` only) that lowers KL.
+    """Estimate each token's KL(new || ref) from log-probs. Only `new` gets a gradient; descent along it lowers KL.
 
-    The gradient is s * grad log new. With r = log new - log ref, s is r for k1 and k2 (unbiased on tokens sampled by `new`), 1 - exp(-r)
-    for k3, and sign(r) for abs. With unbiased_gradient, s is (new / old) * r (unbiased on tokens sampled by `old`).
+    The gradient is s * grad new. With r = new - ref, s is r for k1 and k2 (unbiased on tokens sampled by the new policy), 1 - exp(-r) for
+    k3, and sign(r) for abs. With unbiased_gradient, s is exp(new - old) * r (unbiased on tokens sampled by the old policy).
     """
     # The clamp limits r in the gradient, but does not stop it: distant tokens are still pulled back, unless k3's exp saturates.
     current = new.detach()

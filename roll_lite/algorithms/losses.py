@@ -120,8 +120,8 @@ def gspo(terms: PolicyTerms, clip_low: float, clip_high: float) -> PolicyLoss:
 
 
 def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> PolicyLoss:
-    """-A * geometric mean of token ratios, clipped from above if A > 0, else from below (arXiv 2507.20673). A is the row's mean advantage.
-    Only clipped tokens lose their gradient."""
+    """-A * geometric mean of the clipped token ratios (arXiv 2507.20673). A is the row's mean advantage. Each ratio is clipped from above
+    if A > 0, else from below. Only clipped tokens lose their gradient."""
     log_ratio, advantages = terms.log_ratio, row_mean(terms.advantages, terms.mask)
     limited = torch.where(advantages > 0, log_ratio.clamp(max=log_clip_high), log_ratio.clamp(min=-log_clip_low))
     loss = -advantages * torch.exp(row_mean(limited, terms.mask))

@@ -42,8 +42,8 @@ class Peaks:
     """{(metric name, sign): [domains] maximum of sign * value}. The sign is 1 for maxima, -1 for minima."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
-        """Record the maximum (or, if `smallest`, the minimum) of values [B, T-1] where the mask is True. NaN makes the domain's peak NaN.
-        domain_numbers [B]."""
+        """Record each domain's maximum (or, if `smallest`, minimum) of values [B, T-1] where the mask is True; NaN if one of them is NaN.
+        `domain_numbers` [B]: domain of each row."""
         sign = -1 if smallest else 1
         if values.numel() == 0:
             return

@@ -216,7 +216,8 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
     """Return True if `size` ranks can split the attention heads evenly.
 
-    With more ranks than key/value heads, trainers split each of these heads along `head_dim`. Engines copy the heads instead: pass None."""
+    With more ranks than key/value heads, trainers split each of these heads along `head_dim`; engines copy it. `head_dim`: None for
+    engines."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0

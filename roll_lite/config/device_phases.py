@@ -35,7 +35,7 @@ class Presence:
     """{role: names of its tensors on the device}, in the order of loading. While a role's devices are taken, later roles are loaded before
     it."""
     in_turns: bool = False
-    """True: roles with `offload` that share a device are loaded one after the other."""
+    """True: roles with `offload` that share a device take turns on it: load, work, offload."""
     of_step: bool = True
 
 

@@ -1,8 +1,9 @@
 """Cluster of one role's Ray actors (ranks). A call names a method of the worker class: `cluster.start_scatter(ActorWorker.train_step,
 shards)`.
 
-`all` calls every rank, `one` only rank 0, `each` the living ranks of a role with independent ranks (engines). A data-parallel rank is a
-group of ranks, whose head returns the outputs. `start_scatter` sends shard i to all ranks of group i, `heads_scatter` only to the head.
+`all` calls every rank, `one` only rank 0, `each` the living ranks of a role with independent ranks (engines). Ranks with the same
+data-parallel rank i form group i; one of them, its head, returns the outputs. `start_scatter` sends shard i to all ranks of group i,
+`heads_scatter` only to its head.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class LivenessWatch:
         self.overlooked: Sequence[str] = ()
         """Names of groups whose deaths and silence are ignored (in an `overlooking` block)."""
         self.errands: dict[str, Callable[[], None]] = {}
-        """Non-blocking functions that every wait calls about once a second."""
+        """Non-blocking functions, called about once a second during every wait for ranks."""
         self._silence_s: float | None = None
         self._listened = self._ran = 0.0
 

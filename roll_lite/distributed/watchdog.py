@@ -36,7 +36,7 @@ class Limit:
 
 
 class SessionLost(RuntimeError):
-    """Ray's own process on this machine died or was stopped."""
+    """Ray's raylet or GCS server on this machine died or was stopped."""
 
 
 LEAST_SECONDS = 5.0

@@ -230,8 +230,8 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class _GuardedText:
-    """Tokenizes text of users and tools as plain text, even where it spells an added token such as `<|im_end|>`: `guard` marks where to
-    split the spelling, `encode` tokenizes the parts."""
+    """Tokenizes text of users and tools as plain text, even if it contains an added token's text such as `<|im_end|>`: `guard` marks a cut
+    inside that text, `encode` tokenizes the parts separately."""
 
     def __init__(self, tokenizer: Tokenizer, allowed: str = "") -> None:
         added = tokenizer.added_tokens_decoder

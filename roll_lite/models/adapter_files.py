@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = (
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""Ignored settings: the weights file shows which layers are adapted, init_lora_weights the initialization."""
+"""PEFT settings that are ignored: the weights file shows which layers have adapters, init_lora_weights shows how they were initialized."""
 _LEAVES_BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights that leave the base model unchanged. Others move part of its weights into the adapters."""
 

@@ -12,8 +12,8 @@ Metrics = Mapping[str, float]
 IN_A_ROW = 3
 """Number of consecutive steps that must show a problem before it is reported."""
 GROUPS = 12
-"""Minimum number of sample groups, over the steps with a sign, to report the sign for a single domain. In fewer groups, equal scores may be
-chance."""
+"""Minimum number of sample groups in the consecutive steps that show a problem, to report it for a single domain. In fewer groups, equal
+scores may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Fraction of the first step's entropy; below it, the entropy counts as collapsed."""

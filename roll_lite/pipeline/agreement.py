@@ -47,8 +47,8 @@ LASTING_STEPS, SUDDEN = 3, 5.0
 """Log-probs of older weights vary much. So for such samples, an engine has to exceed the limit in LASTING_STEPS steps in a row, or SUDDEN
 times the limit once."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
-"""Steps in the median that FACTOR multiplies: the latest MOST_STEPS. With fewer than LEAST_STEPS (LEAST_STALE_STEPS for samples of older
-weights), there is no comparison with the median."""
+"""Earlier steps in the median (see FACTOR): the latest MOST_STEPS. Engines are not compared with a median of fewer than LEAST_STEPS steps
+(LEAST_STALE_STEPS for samples of older weights)."""
 Age = tuple[int, int]
 """Age of a sample: (weight updates since its oldest token was generated, weight updates since its newest token was)."""
 CURRENT = (0, 0)

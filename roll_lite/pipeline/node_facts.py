@@ -41,7 +41,7 @@ class NodeFacts:
     unreachable: Mapping[str, str]
     """{address of another node: reason why this node cannot connect to it}."""
     clock_s: float = 0.0
-    """Seconds by which the node's clock is ahead of the driver's (negative: behind), less the uncertainty of the measurement."""
+    """Seconds by which the node's clock is ahead of the driver's (negative: behind): the smallest difference that fits the measurement."""
 
 
 class Scout:
@@ -64,7 +64,8 @@ class Scout:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of Python and of PACKAGES, each package's with a hash of its Python files: builds of a version may differ."""
+    """Return the versions of Python and of PACKAGES. A package's version includes a hash of its Python files, since builds of one version
+    may differ."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         for of_build in (name, f"{name}-cpu"):  # vLLM's build for CPUs has a name of its own

@@ -28,7 +28,7 @@ HARMLESS = (
     *(f"domains.*.environment.{name}" for name in ("workers", "parallel", "turn_timeout_s", "start_timeout_s", "url")),
     *(f"domains.*.data.{name}" for name in ("validation", "validation_preset", "report_by")),
 )
-"""Settings in the sections OF_SAMPLES that do not affect samples; entries of OF_ENGINES, which do, are exceptions."""
+"""Settings in the sections OF_SAMPLES that do not affect samples, except those in OF_ENGINES, which do."""
 
 
 @dataclass(frozen=True)

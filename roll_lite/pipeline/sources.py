@@ -44,8 +44,8 @@ class BatchSource(ABC):
         """Restart the rollout service in the earlier `state`. Prompts that it started after that state start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs inside the block; for SYNC_WEIGHTS also the actor's weights, if an engine lacks
-        `version`."""
+        """Load the engine memory that a phase needs, and offload it after the block. For SYNC_WEIGHTS, also load the actor's weights if an
+        engine lacks weight version `version`."""
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:

@@ -50,7 +50,7 @@ PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Read plain data by the built-in type's methods, ignoring overrides in subclasses."""
+"""{type: function that copies a value of a subclass as plain data, without calling the subclass's overrides}."""
 MOST_ITEMS = 100_000
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,

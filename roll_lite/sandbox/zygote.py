@@ -129,8 +129,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return (limits, open files) of the next request; None when the connection is closed. Orders for a program that has ended are
-        skipped."""
+        """Return (limits, open files) of the next request; None when the connection is closed. Skip orders (kill, pause, resume) for a
+        program that has ended."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))

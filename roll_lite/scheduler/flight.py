@@ -233,8 +233,8 @@ class Flight(Asked):
     def _look(self) -> None:
         """Abort the request if its timeout is up; else check again later.
 
-        Before the engine starts the request, only time in which the engine generates nothing counts. From then on, the request's generation
-        time counts, on this engine and earlier ones.
+        Until the engine starts the request, the timeout counts only time in which the engine generates for no request. Then it counts the
+        request's generation time, on this engine and earlier ones.
         """
         now = self._clock.time()
         if self.begun:

@@ -259,7 +259,7 @@ class RemoteEngine(BatchedEngine):
         super().fail(cause)
 
     def kill(self) -> None:
-        """Kill the worker, even if a signal has stopped it. A resumed worker would serve old weights."""
+        """Kill the worker, even if SIGSTOP has stopped it: resumed later, it would serve old weights."""
         kill_actors([self._worker], [self._place])
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:

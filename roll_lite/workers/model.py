@@ -81,7 +81,7 @@ class Update:
     ratios: np.ndarray | None = None
     """Histogram of the log-ratios of new to old policy, [domains, bins]; None for the critic."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Log-prob differences between engine and trainer: only in the first update, if no earlier forward pass measured them."""
+    """Log-prob differences between engine and trainer; empty in all updates but the first, or if measured before training."""
     row_losses: dict[int, float] = field(default_factory=dict)
     """{sample number: loss} of this rank's rows, to find faulty rows; only in the first of consecutive non-finite updates."""
 

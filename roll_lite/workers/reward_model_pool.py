@@ -73,8 +73,8 @@ class Ranks:
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first call of `start`, because the driver has already loaded the model. Later calls, after a loss, load the
-        model."""
+        """True until the first call of `start`, which need not load the model, because the driver has. Later calls, after the loss of a
+        rank, load it."""
         self._is_gone = False
         self._was_killed = False
 

@@ -54,7 +54,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Put overrides of a section's `name` before those of its other keys: a later change of `name` may drop what those have set."""
+    """Put overrides of a section's `name` before those of its other keys. A change of `name` may drop keys that were set before it."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value

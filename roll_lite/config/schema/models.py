@@ -293,7 +293,7 @@ class TrainRoleConfig(ForwardRoleConfig):
 
     @property
     def in_training(self) -> tuple[int, int | None]:
-        """Return the limits of a training pass: (tokens, samples or None)."""
+        """Return the limits of a training micro-batch: (tokens, samples or None)."""
         return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
 
 

@@ -283,7 +283,7 @@ class EngineSpec:
     silence_s: float | None = None
     """Maximum time that an engine process may be stopped (SIGSTOP) before the engine counts as dead."""
     step_s: float | Literal["auto"] | None = None
-    """Minimum timeout of an engine step; long steps raise the timeout. None: unlimited; "auto": depends on the device."""
+    """Time limit of an engine step, raised after long steps. None: unlimited; "auto": depends on the device."""
     columns: tuple[str, ...] = ()
     """Extra columns of completions (EXTRA_COLUMNS in workers/token_blocks.py)."""
     node: EngineNode | None = None

@@ -113,7 +113,7 @@ class Run:
         return rows
 
     def _texts(self, ids: list[int]) -> list[str]:
-        """Return the text that each token adds to the token before. Without a tokenizer, return token ids."""
+        """Return each token's text, decoded in the context of the token before. Without a tokenizer, return token ids."""
         if self._tokenizer is None:
             return [f"[{one}]" for one in ids]
         pairs = [ids[max(0, place - 1) : place + 1] for place in range(len(ids))]

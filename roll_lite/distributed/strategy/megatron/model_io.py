@@ -117,7 +117,7 @@ def outputs_of(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> MicroBatchOutputs:
-    """Convert the last stage's result (values, or hidden states) to padded columns, 0 outside the response mask."""
+    """Compute `outputs`, such as log-probs, from the last stage's values or hidden states. They are padded, 0 outside the response mask."""
     shape = given.micro_batch.mask.shape
     if set(outputs) & {"values", "final_value"}:
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])

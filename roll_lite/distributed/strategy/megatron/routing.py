@@ -63,7 +63,7 @@ class ChosenExperts:
 
 
 def collect_routes(routes: Sequence[Routes], layers: int, per_token: int, sequence_parallel: bool) -> list[torch.Tensor]:
-    """Collect recorded routes on the host (collective over a model replica): per micro-batch [all tokens, layers * per_token] int16."""
+    """Gather recorded expert ids on the host (collective over a model replica): [all tokens, layers * per_token] int16 per micro-batch."""
     return [_collected(each, layers, per_token, sequence_parallel) for each in routes]
 
 

@@ -115,7 +115,7 @@ def _owned(part: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def stored_name(name: str, weight: str, stored: Any) -> str | None:
-    """Return the checkpoint's key of a weight's "param" or moment. None for "param" of float32 models."""
+    """Return the checkpoint's key of a weight's moment, or of its float32 copy (`name` "param"). None for "param" of float32 models."""
     if name in MOMENTS:
         return f"optimizer.state.{name}.{weight}"
     return next((found for found in (f"optimizer.state.{main}.{weight}" for main in ("param", "fp32_param")) if found in stored), None)

@@ -140,7 +140,7 @@ def trace(
     outputs: Sequence[str],
     on_gpu: bool,
 ) -> RankMemory:
-    """Measure one rank of a pipeline stage. `config`: the model's config.json. `batch`: rows of one micro-batch."""
+    """Measure the memory of one rank of pipeline stage `stage`. `config`: the model's config.json. `batch`: rows of one micro-batch."""
     rank = stage * devices // getattr(spec.strategy, "pipeline_parallel", 1)
     with tempfile.TemporaryDirectory() as folder, _alone(devices, rank, on_gpu):
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")

@@ -69,8 +69,7 @@ def reports_survivors(request: GenerationRequest) -> bool:
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Return the tokens from index `first` that SGLang has reported (every 50 tokens), except the newest. `version`: their weight
-    version."""
+    """Return the tokens that SGLang has reported so far, from index `first` on, without the newest. `version`: their weight version."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:

@@ -212,7 +212,7 @@ class EngineServer:
             await self._continue_scheduler()
 
     async def _stop_scheduler(self) -> None:
-        """Pause the scheduler. SGLang's own pause would afterwards admit requests in no fixed order."""
+        """Pause the scheduler. After SGLang's own `pause_generation`, waiting requests would enter in no fixed order."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._all_dispatched()
