@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -65,7 +66,7 @@ def refuse_unwritable(picture: Path) -> None:
     if is_folder(picture):
         raise ValueError(f"--picture: {picture} is a folder; name a file in it")
     try:
-        draft = picture.with_name(f"{picture.name}.partial")
+        draft = picture.with_name(f"{picture.name}.{os.getpid()}.partial")
         draft.touch()
         draft.unlink()
     except (OSError, ValueError) as error:

@@ -17,8 +17,8 @@ from pydantic import TypeAdapter
 from roll_lite.data.columns_file import as_table
 from roll_lite.data.dumps import Fetch, column_of
 from roll_lite.data.proto import DataProto
-from roll_lite.data.samples import TokenRow
-from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
+from roll_lite.data.samples import FinishReason, TokenRow
+from roll_lite.scheduler.unfinished import Pieces, SavedGroups, SavedSample, SavedTurn, Unfinished
 from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_record, token_block
 
 
@@ -28,6 +28,7 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
     samples = [(group, index, one) for group, of_group in found.items() for index, one in of_group.items()]
     references = list(dict.fromkeys(row.block for *_, one in samples for row in _rows_of(one)))
     blocks = {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}
+    samples = [(group, index, _without_lost_parts(one, blocks)) for group, index, one in samples]
     samples = [entry for entry in samples if (rows := _rows_of(entry[2])) and all(row.block in blocks for row in rows)]
     if not samples:
         return b""
@@ -46,6 +47,21 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
     file = BytesIO()
     pq.write_table(table, file, compression="zstd")
     return file.getvalue()
+
+
+def _without_lost_parts(one: Unfinished, blocks: Mapping[Any, DataProto]) -> Unfinished:
+    """Drop an episode's responses under way whose tokens are lost. No other response continues them."""
+    turns: list[SavedTurn] = []
+    under_way: dict[int, Pieces] = {}
+    for index, saved in enumerate(one.sample.turns):
+        pieces = one.under_way.get(index)
+        rows = [saved.turn.tokens] if pieces is None else [pieces.request.context, *pieces.parts]
+        if saved.turn.finish_reason is FinishReason.ABORT and any(row is not None and row.block not in blocks for row in rows):
+            continue
+        if pieces is not None:
+            under_way[len(turns)] = pieces
+        turns.append(saved)
+    return Unfinished(replace(one.sample, turns=tuple(turns)), under_way) if one.sample.turns else one
 
 
 def _rows_of(one: Unfinished) -> list[TokenRow]:

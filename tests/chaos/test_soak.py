@@ -101,11 +101,11 @@ def grown(looks: list[dict[str, float]]) -> dict[str, float]:
     """Median of the last quarter less that of the second: the first warms up."""
     quarter = len(looks) // 4
 
-    def median(part: list[dict[str, float]], name: str) -> float:
-        return statistics.median(one[name] for one in part if name in one)
+    def medians(part: list[dict[str, float]]) -> dict[str, float]:
+        return {name: statistics.median(one[name] for one in part if name in one) for name in sorted(set().union(*part))}
 
-    names = set().union(*looks)
-    return {name: median(looks[-quarter:], name) - median(looks[quarter : 2 * quarter], name) for name in sorted(names)}
+    before, after = medians(looks[quarter : 2 * quarter]), medians(looks[-quarter:])
+    return {name: value - before[name] for name, value in after.items() if name in before}
 
 
 def test_growth_is_that_of_the_medians() -> None:

@@ -428,6 +428,23 @@ def test_branches_of_a_script_are_those_that_it_runs() -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "samples"),
+    [
+        ("case a in b | a) n=6 ;; *) n=2 ;; esac", 6),
+        ("case a in b) n=8 ;;\n    b |  c) n=4;; *) n=2 ;; esac", 2),
+        ('N=${N:-}\nn=8; if [ "$N" -gt 4 ]; then n=9; fi', 9),
+        ("n=6\n[ 1 -gt 8 ] &&\n    n=2", 6),
+        ("if [ 1 = 2 ]; then n=2; if [ $# -gt 0 ]; then n=3; fi; else n=6; fi", 6),
+        ("if [ 1 = 2 ]\n\nthen\n    n=2; else n=6\nfi", 6),
+    ],
+)
+def test_conditions_of_a_script(before: str, samples: int) -> None:
+    script = f'{before}\npython3 -m verl.main data.prompt_key="a; b;" trainer.nnodes=1 actor_rollout_ref.rollout.n=$n'
+    config = Conversion("verl", script, "run.sh").config
+    assert config["rollout"]["samples_per_prompt"] == samples and config["domains"]["main"]["data"]["prompt"] == "a; b;"
+
+
+@pytest.mark.parametrize(
     ("settings", "loss"),
     [
         ("policy_loss.loss_mode=geo_mean", {"name": "gmpo", "log_clip_low": 0.2, "log_clip_high": 0.2}),

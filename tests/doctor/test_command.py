@@ -104,9 +104,11 @@ def test_a_fault_of_this_machine_is_the_exit_code(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(590)
-def test_two_steps_of_an_engine() -> None:
+def test_two_steps_of_an_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     found = run_tiny("smoke", "vllm", None, "steps=2")
     assert found.status == "ok" and "s for step 2; engine and trainer agree: log-probs differ by " in found.value, found
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.nightly

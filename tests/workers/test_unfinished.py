@@ -313,6 +313,20 @@ def test_a_turn_under_way_is_saved_again_after_it_was_taken_up() -> None:
     assert [row.mask.sum() for row in rows] == [2 * TURN + one.length for one in (first, *later)]
 
 
+def test_complete_turns_are_kept_where_the_tokens_of_the_one_under_way_are_lost() -> None:
+    async def main() -> SavedGroups:
+        service, _ = talking(talk())
+        await service.next_batch(2)
+        await asyncio.sleep(12.0)
+        found = service.unfinished(state_of(service))
+        ((part,),) = [pieces.parts for pieces in found[2][1].under_way.values()]
+        return read(to_file(found, (), lambda blocks: [None if block is part.block else block for block in blocks]))
+
+    saved = run_virtual(main())
+    assert [(one.number, one.turn.finish_reason) for one in saved[2][1].turns] == [(0, FinishReason.STOP), (1, FinishReason.STOP)]
+    assert [one.number for one in saved[3][1].turns] == [0], "its second response has tokens in the same block"
+
+
 async def at_once(prompt: Prompt, conversation: Conversation) -> None:
     """Two responses side by side, of which the first takes three times as long."""
     await conversation.respond(prompt.token_ids)

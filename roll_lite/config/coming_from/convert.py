@@ -20,13 +20,12 @@ from roll_lite.config.validation import validate
 FAILED = object()
 _EXPANSION = re.compile(
     r"""\$\(\((?P<sum>.*?)\)\)(?!\))|\$\((?:[^()]|\([^()]*\))*\)
-    |\$(?:\{(?=\w+[:}-]))?(?P<name>[A-Za-z_]\w*|\d(?=:?-))(?::?-(?P<default>(?:[^{}]|\{[^{}]*\})*))?(?(default)\}|\}?)|\$\{[^}]*\}|\$[@*]""",
+    |\$(?:\{(?=\w+[:}-]))?(?P<name>[A-Za-z_]\w*|\d(?=:?-))(?::?-(?P<default>(?:[^{}]|\{[^{}]*\})*))?(?(default)\}|\}?)|\$\{[^}]*\}|\$[@*#]""",
     re.VERBOSE | re.DOTALL,
 )
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(?P<open>\(?)(.*)", re.DOTALL)
 _ARGUMENT = re.compile(r"--([\w.-]+)|(?:--|\+{0,2})([\w@/.-]+)=(.*)", re.DOTALL)
 _END = re.compile(r"[|&;]+|\d?[<>].*")
-_ENDING = re.compile(r"(?<=[^;])(;{1,2}$)")
 _BEFORE_ASSIGNMENT = re.compile(r"export|local|readonly|declare|-a|then|do|else")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 
@@ -223,7 +222,7 @@ class _Conditions:
         return all(one.reads for one in self._open)
 
     def take(self, words: list[str], has_then: bool) -> int:
-        """Return how many of the first words belong to conditions, not to commands: 0, 1 or 3. `has_then`: `then` may follow an `if`."""
+        """Return how many of the first words belong to conditions, not to commands. `has_then`: `then` may follow an `if`."""
         word = words[0]
         if self._test is not None:
             if word == "then":
@@ -245,8 +244,10 @@ class _Conditions:
         elif word == "else":
             self._open[-1].enter(True)
         elif self._open[-1].awaits_pattern:
+            end = next((at for at, one in enumerate(words, 1) if one.endswith(")")), 1)
             self._open[-1].awaits_pattern = False
-            self._open[-1].enter(_matches(self._open[-1].subject, word.strip("()")))
+            self._open[-1].enter(_matches(self._open[-1].subject, "".join(words[:end]).strip("()")))
+            return end
         else:
             return 0
         return 1
@@ -278,7 +279,7 @@ def _holds(words: list[str]) -> bool | None:
             return (text == "") == (sign == "-z")
         case [left, "=" | "==" | "!=" as sign, right] if "$" not in left + right or right == "npu":
             return (left == right) == (sign != "!=")
-        case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as sign, right] if (left + right).isdecimal():
+        case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as sign, right] if left.isdecimal() and right.isdecimal():
             return bool(getattr(operator, sign[1:])(int(left), int(right)))
     return None
 
@@ -295,12 +296,14 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
         goes_on = line.endswith("\\") or bool(command and line.lstrip().startswith("#"))
         before += line.removesuffix("\\")
         try:
-            quoted = shlex.split(_filled(before, variables), comments=True)
+            lexer = shlex.shlex(_filled(before, variables), posix=True, punctuation_chars=";")
+            lexer.whitespace_split = True
+            words = list(lexer)
         except ValueError:  # the quotation ends in a later line
             before += "" if goes_on else "\n"
             continue
-        words = [part for word in quoted for part in _ENDING.split(word) if part or not word]
-        has_then = goes_on or "then" in (*words, *(one.strip() for one in lines[number : number + 1])) or words[-1:] in (["&&"], ["||"])
+        joins = words[-1:] in (["&&"], ["||"])
+        has_then = goes_on or joins or "then" in (*words, next((one.strip() for one in lines[number:] if one), ""))
         before = ""
         while words:
             if not command and (taken := conditions.take(words, has_then)):
@@ -327,7 +330,7 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
                 yield from ([(one, number) for one, _ in inner] for inner in _commands(word))
             elif command or not _BEFORE_ASSIGNMENT.fullmatch(word):
                 command.append((match[4] if match else word, number))
-        if not goes_on and (not is_array or line.endswith(")")):
+        if not goes_on and not joins and (not is_array or line.endswith(")")):
             if runs and conditions.reads:
                 yield command
             command, is_array, runs, status = [], False, True, None
