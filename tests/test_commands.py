@@ -268,6 +268,8 @@ ELSEWHERE = {
     "python bench/gpu.py": is_a_benchmark,
     "python bench/gpu.py --parts train --recompute selective": is_a_benchmark,
     "python bench/plan.py": is_a_benchmark,
+    "python bench/recovery.py --quick": is_a_benchmark,
+    "python bench/node_losses.py": is_a_benchmark,
     "python bench/lora_sync.py": is_a_benchmark,
     'pip install ".[vllm]"': names_an_extra,
     'pip install ".[jobs]"': names_an_extra,
