@@ -32,7 +32,7 @@ $(STAMP): $(LOCK) pyproject.toml
 demo: $(STAMP)  ## Train the shipped tiny model; minutes later it has learned
 	@$(VENV)/bin/python examples/start_rlvr_pipeline.py --config-name tiny_grpo
 
-test: $(STAMP)  ## The fast tests (at most 15 minutes on 2 cores)
+test: $(STAMP)  ## The fast tests (at most 20 minutes on 2 cores)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-processes test-plain
 
 # About half of them: most of what starts Ray, engines or ranks.
