@@ -60,12 +60,12 @@ def flush(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def replacing(path: Path, has_other_writers: bool = True) -> Iterator[Path]:
-    """Replace a file atomically: the yielded path is that of a draft, which replaces `path` at the end of the block.
+    """Replace a file atomically. The block writes a draft, whose path is yielded; the draft replaces `path` at the block's end.
 
-    `has_other_writers`: other processes may write the file too, so each has a draft of its own. Otherwise the next writer overwrites the
-    draft of one that was killed.
+    `has_other_writers`: if other processes may write the file too, each writes its own draft. Otherwise all drafts have one name, and a
+    draft that a killed process left is overwritten.
     """
-    draft = path.with_name(f"{path.name}.{os.getpid()}.partial") if has_other_writers else path.with_suffix(".partial")
+    draft = path.with_name(f"{path.name}.{os.getpid()}.partial" if has_other_writers else f"{path.name}.partial")
     yield draft
     draft.replace(path)
 

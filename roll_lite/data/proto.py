@@ -12,7 +12,7 @@ import torch
 from roll_lite.config.problems import or_nearest
 from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.ragged import Index, Ragged, as_index, from_numpy, to_numpy
-from roll_lite.files import flush
+from roll_lite.files import flush, replacing
 
 Column = torch.Tensor | Ragged | np.ndarray
 
@@ -203,10 +203,9 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapp
     """Write a safetensors file atomically, with the permissions of the umask (safetensors itself sets 0600)."""
     from safetensors.torch import save_file
 
-    partial = path.with_name(f"{path.name}.partial")
-    partial.touch()
-    mode = partial.stat().st_mode
-    save_file(dict(tensors), partial, dict(metadata))
-    partial.chmod(mode)
-    flush([partial])
-    partial.replace(path)
+    with replacing(path, has_other_writers=False) as draft:
+        draft.touch()
+        mode = draft.stat().st_mode
+        save_file(dict(tensors), draft, dict(metadata))
+        draft.chmod(mode)
+        flush([draft])
