@@ -87,7 +87,7 @@ class Responses(ApiRequest):
     """Prompts stored at OpenAI are not supported."""
     previous_response_id: str | None = None
     _kept: dict[str, list[Message]] = PrivateAttr()
-    _conversation: list[Message] = PrivateAttr()
+    _new: list[Message] = PrivateAttr()
 
     def model_post_init(self, kept: dict[str, list[Message]]) -> None:
         """Keep the episode's conversations by response id, and their messages by digest. The server passes them as validation context."""
@@ -112,14 +112,16 @@ class Responses(ApiRequest):
                 last["content"] = item.content
             else:
                 new.append({"role": item.role, "content": item.content})
-        self._conversation = [*self._kept.get(self.previous_response_id or "", ()), *new]
-        return [*([{"role": "system", "content": self.instructions}] if self.instructions else ()), *self._conversation]
+        self._new = new
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else ()
+        return [*system, *self._kept.get(self.previous_response_id or "", ()), *new]
 
     def response(self, reply: ChatReply) -> Json:
         message, output, response_id = reply.message, list[Json](), f"resp_{uuid4().hex}"
         # Clients may send the whole conversation each time: messages that are already kept are shared.
-        hashed = ((sha256(repr(one).encode()).hexdigest(), one) for one in self._conversation)
-        self._kept[response_id] = [*(self._kept.setdefault(digest, [one])[0] for digest, one in hashed), message]
+        hashed = ((sha256(repr(one).encode()).hexdigest(), one) for one in self._new)
+        new = [self._kept.setdefault(digest, [one])[0] for digest, one in hashed]
+        self._kept[response_id] = [*self._kept.get(self.previous_response_id or "", ()), *new, message]
         if thoughts := message.get("reasoning_content"):
             self._kept[item_id := f"item_{uuid4().hex}"] = [message]
             part = {"type": "reasoning_text", "text": thoughts}
