@@ -60,8 +60,8 @@ class Architecture:
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
     """Read config.json in folder `named` (option --model), by default in `path`.
 
-    Without a config.json, choose the public model (TABLE) whose name begins the folder's name or, without model.path, the configuration's
-    name. ValueError if there is none.
+    If there is no config.json, choose a public model from TABLE by the folder's name, which must begin with the model's name. If model.path
+    is not given, the configuration's name counts too. ValueError if no model fits.
     """
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():

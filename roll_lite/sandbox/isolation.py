@@ -130,8 +130,8 @@ def _is_root_of_machine() -> bool:
 
 
 def _become_nobody() -> bool:
-    """Become user NOBODY in a new user namespace. Return False if user namespaces are impossible: programs must then start under another
-    user id. Raise PermissionError if another user id is forbidden too."""
+    """Become user NOBODY in a new user namespace. Return False if user namespaces are impossible, so that programs must start under another
+    user id; PermissionError if this is forbidden too."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")

@@ -135,8 +135,7 @@ class DomainScheduler:
 
     @property
     def waiting_for_scores(self) -> float:
-        """Samples that are being scored or wait for a score, minus those that reward workers can score at once. Negative if workers are
-        free."""
+        """Number of generated samples without a score, minus those that reward workers can score at once. Negative if workers are free."""
         return self._runner.scoring - self._domain.rewards.capacity
 
     @property

@@ -24,7 +24,7 @@ from roll_lite.workers.credit_inputs import CreditInputs, SampleTable, users_adv
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""All-gather over data parallel ranks: returns every rank's tensor [rows, n] in rank order. Row counts may differ."""
+"""All-gather over data-parallel ranks: takes this rank's tensor [rows, n], returns every rank's, in rank order. Row counts may differ."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ PULSE_SECONDS = 2.0
 MOST_BLOCKS = 32
 """Maximum token blocks (tables of samples' tokens) per call."""
 POLL_SECONDS = 10.0
-"""Seconds after which a call for completions returns even if there are none."""
+"""Maximum seconds that a call for completions waits for the first one."""
 
 
 async def fetch_block(reference: Any) -> DataProto:

@@ -199,7 +199,7 @@ class _Branches:
     """An `if` or `case`. `reads`: whether to read the current branch. `over`: a branch that surely runs was met."""
 
     subject: str = ""
-    """What a `case` compares."""
+    """Value that a `case` compares with the patterns of its branches; empty for an `if`."""
     reads: bool = True
     over: bool = False
     awaits_pattern: bool = False

@@ -59,8 +59,8 @@ def extract_code(
 ) -> tuple[str, str] | None:
     """Return (code, language tag) of a response's program; None if there is none.
 
-    Of the blocks without a tag or tagged with one of `languages`, the one that defines the most names in `needed` is chosen; on a tie, a
-    tagged block, then the last. `ends_early`: the response was cut off; ignore a block that is not closed.
+    Candidates are blocks without a tag and blocks tagged with one of `languages`. Choose the block that defines the most names in `needed`;
+    on a tie, prefer a tagged block, then the last. `ends_early`: the response was cut off; ignore a block that is not closed.
     """
     if extract != "whole":
         blocks = _blocks(text, ends_early)

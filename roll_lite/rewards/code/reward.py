@@ -62,7 +62,8 @@ class CodeReward(RewardType):
     languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("python",)
     """Languages that the response may be written in; the code block's label selects one."""
     extract: Extract = "auto"
-    """Where to find the program. fenced: in a code block. whole: the whole response. auto: in a block, else the whole."""
+    """Part of the response that is the program. fenced: a code block. whole: the whole response. auto: a block if there is one, else the
+    whole response."""
     prelude: Annotated[str, AfterValidator(_is_python)] = ""
     """Python code to run before the program, such as imports that a data set presupposes: `from typing import *`."""
     score: Literal["all", "fraction"] = "all"

@@ -204,7 +204,8 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _work(expression: Any) -> tuple[int, int, int, int]:
-    """Count what is left to compute: (additions, additions in denominators, products, powers of powers such as (x^2)^5)."""
+    """Count the operations that an answer leaves undone: (additions, additions in denominators, products, powers of powers such as
+    (x^2)^5)."""
     import sympy
 
     parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]

@@ -79,9 +79,9 @@ class MathReward(RewardType):
     reads_answer_first = True
 
     extract: Extract = "auto"
-    r"""Where to find the answer, after the last `</think>`. boxed: the last `\boxed{}`. tagged: the last `<answer></answer>`. number: the
-    last number. auto: the response if it is one bare formula, else the last tag, else the last box or boxes, else the formula or number
-    after the last "####", "the answer is" or 答案是, else the last formula or number."""
+    r"""Part of the response that is the answer; only text after the last `</think>` counts. boxed: the last `\boxed{}`. tagged:
+    the last `<answer></answer>`. number: the last number. auto: the response if it is one bare formula, else the last tag, else the last
+    box or boxes, else the formula or number after the last "####", "the answer is" or 答案是, else the last formula or number."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
     """CPU time limit for reading and comparing one answer; must be less than `timeout_s`."""
 
