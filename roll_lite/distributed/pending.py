@@ -201,7 +201,10 @@ def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
     dead, _ = ray.wait(list(group.deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False)
     if dead:
         _fail_dead(group, group.deaths[dead[0]], call.phase)
-    note = f"\n\n{_ranks(unanswered)} had not answered yet{_told(group, unanswered, _stands(group, unanswered))}" if unanswered else ""
+    note = ""
+    if unanswered:
+        traces = _stack_traces(group, unanswered, _collect_stands(group, unanswered))
+        note = f"\n\n{_ranks(unanswered)} had not answered yet{traces}"
     _fail(group, call.rank, call.phase, error, note)
 
 
@@ -258,9 +261,9 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str, bla
     stopped = stopped_at(pulse.place for other in WATCH.groups for pulse in other.pulses)
     names = ", ".join(f"{process.pid} ({name_of(process)})" for process in stopped)
     note = f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
-    stands = _stands(group, ranks)
+    stands = _collect_stands(group, ranks)
     first = at_fault(ranks, stands) if blamed is None else blamed
-    text = _told(group, [first, *(rank for rank in ranks if rank != first)], stands)
+    text = _stack_traces(group, [first, *(rank for rank in ranks if rank != first)], stands)
     _end(group, RankFailed(group.name, first, phase, cause + text + note, retryable=True))
 
 
@@ -286,7 +289,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
+def _collect_stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
     if not group.deaths:
         return {}
     refs = {group.stand(rank): rank for rank in ranks}
@@ -298,7 +301,7 @@ def _stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
     return answers
 
 
-def _told(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, Stand]) -> str:
+def _stack_traces(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, Stand]) -> str:
     """Return stack traces of the first MOST_STACKS ranks. Ranks without a Stand write their stacks on SIGUSR1."""
     if not group.deaths:
         return ""

@@ -316,7 +316,7 @@ class Player:
             if policy.cancelled:
                 return
             expired = isinstance(error, TimeoutError) and policy.timer is not None and policy.timer.expired()
-            cause = f"it took longer than {limit_s:g} s (turn_timeout_s) to answer a response" if expired else _told(error)
+            cause = f"it took longer than {limit_s:g} s (turn_timeout_s) to answer a response" if expired else _describe(error)
             refusal = f"a request was refused ({policy.refusal:.{LONGEST_REFUSAL}}), then: " if policy.refusal else ""
             self._emit(Failed(order.episode, refusal + cause))
 
@@ -325,7 +325,7 @@ class Player:
             del self._policies[episode], self._tasks[episode]
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 

@@ -205,7 +205,7 @@ class Flight(Asked):
         self._done = self._grown = 0.0
         self.begun, self._since = False, self._clock.time()
         # A timer and callbacks: a task per request would dominate the cost.
-        self._timer = self._loop.call_later(self._timeout_s, self._look)
+        self._timer = self._loop.call_later(self._timeout_s, self._check_timeout)
         self.engine.client.send(self)
 
     def generated(self, tokens: int) -> None:
@@ -228,9 +228,9 @@ class Flight(Asked):
         self.engine.generating += 1
         if self._generating_s:  # otherwise the timer fires early enough
             self._timer.cancel()
-            self._look()
+            self._check_timeout()
 
-    def _look(self) -> None:
+    def _check_timeout(self) -> None:
         """Abort the request if its timeout is up; else check again later.
 
         Until the engine starts the request, the timeout counts only time in which the engine generates for no request. Then it counts the
@@ -243,7 +243,7 @@ class Flight(Asked):
             used = 0.0 if self.engine.generating else now - max(self._since, self.engine.last_sign)
         left = self._timeout_s - used
         if left > CLOCK_S:
-            self._timer = self._loop.call_later(max(left, LOOK_S if self._clock.stands else 0.0), self._look)
+            self._timer = self._loop.call_later(max(left, LOOK_S if self._clock.stands else 0.0), self._check_timeout)
         elif not self.answer.done():
             self.timed_out = True
             self._timer = self._loop.call_later(ABORT_PATIENCE_S, self._give_up)

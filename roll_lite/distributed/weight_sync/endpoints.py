@@ -51,7 +51,7 @@ def transport_of(group: TransferGroup) -> Transport:
     wanted = group.membership.transport
     if wanted == AUTO:
         return SIDE_BY_SIDE
-    if reason := obstacle(wanted, group):
+    if reason := why_unusable(wanted, group):
         raise TransferError(f"weight_sync.transport: {wanted}, but {reason}; auto finds a way")
     return TRANSPORTS[wanted]
 
@@ -92,7 +92,7 @@ def link(sender: Home, receiver: Home) -> str:
     return "shared_memory" if together else "gloo"
 
 
-def obstacle(name: str, group: TransferGroup) -> str | None:
+def why_unusable(name: str, group: TransferGroup) -> str | None:
     names, homes = group.membership.members, group.homes
     if name in ("cuda_ipc", "nccl"):
         on_cpu = [who for who, home in zip(names, homes, strict=True) if not home.device]

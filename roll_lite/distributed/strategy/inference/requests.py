@@ -34,14 +34,14 @@ class InFlight:
     number: int = -1
 
 
-Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
+ProgressQuery = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
 """Function that returns each request's progress (None before the request begins). The bool argument: also return new tokens."""
 
 
 class ProgressReports:
-    def __init__(self, look: Look) -> None:
+    def __init__(self, query: ProgressQuery) -> None:
         self.flights: dict[InFlight, asyncio.Future[Any]] = {}
-        self._look = look
+        self._query = query
         self._polling: asyncio.Task[None] | None = None
 
     def add(self, flight: InFlight, answer: asyncio.Future[Any]) -> None:
@@ -57,7 +57,7 @@ class ProgressReports:
             parts = poll > 0 and poll % PARTS_EVERY == 0
             flights = [one for one in self.flights if one.entered and (parts or not one.begun)]
             try:
-                found = await self._look(flights, parts) if flights else ()
+                found = await self._query(flights, parts) if flights else ()
             except Exception:  # the engine failed; its requests will report that
                 found = [None] * len(flights)
             self._report(flights, found)

@@ -158,15 +158,15 @@ TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORC
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
     """Choose layer classes. "auto": Transformer Engine's if it is installed, on a GPU and without adapters. ValueError if `wanted` classes
     are unusable."""
-    obstacle = _obstacle(has_adapters)
-    if wanted == "transformer_engine" and obstacle is not None:
-        raise ValueError(f"strategy.layers: transformer_engine {obstacle}; use torch, or auto")
-    if wanted != "torch" and obstacle is None:
+    reason = _why_unusable(has_adapters)
+    if wanted == "transformer_engine" and reason is not None:
+        raise ValueError(f"strategy.layers: transformer_engine {reason}; use torch, or auto")
+    if wanted != "torch" and reason is None:
         return transformer_engine()
     return TORCH_ON_GPU if has_fused_kernels() and not has_adapters else TORCH
 
 
-def _obstacle(has_adapters: bool) -> str | None:
+def _why_unusable(has_adapters: bool) -> str | None:
     if find_spec("transformer_engine") is None:
         return "is not installed here (the package transformer-engine)"
     if not torch.cuda.is_available():
