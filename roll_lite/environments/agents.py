@@ -68,6 +68,7 @@ class AgentSession:
         self._longest = policy.limits.max_prompt_tokens + policy.room
         self._nodes: dict[bytes, _Node] = {}
         self._conversations: dict[int, list[Message]] = {}
+        self._call_ids: set[str] = set()
         self._call_numbers = count()
         policy.count("refused_requests", 0)
 
@@ -129,15 +130,21 @@ class AgentSession:
         return node, new, digest
 
     def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> tuple[Message, str | None]:
-        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique. Return (message, stop string
-        found or None)."""
+        """Convert a response for clients: separate thoughts, cut at the stop string, replace call ids that the episode has already used.
+        Return (message, stop string found or None)."""
         reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
         stops = {place: one for one in request.stop if (place := content.find(one)) >= 0}
         content = content[: min(stops, default=len(content))]
-        calls = [{**call, "id": f"call{next(self._call_numbers):05d}"} for call in message.get("tool_calls", [])]
+        calls = [{**call, "id": self._unused(call["id"])} for call in message.get("tool_calls", [])]
         reply = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}
         message = {name: value for name, value in reply.items() if value or name == "content"}
         return message, stops[min(stops)] if stops else None
+
+    def _unused(self, call_id: str) -> str:
+        while call_id in self._call_ids:
+            call_id = f"call{next(self._call_numbers):05d}"
+        self._call_ids.add(call_id)
+        return call_id
 
 
 def _digest(before: bytes, message: Message) -> bytes:
@@ -156,6 +163,8 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
     from roll_lite.environments.endpoint.server import EndpointServer  # aiohttp takes a while to import
 
     server = EndpointServer()
+    # Agents in this process and programs that it starts must not send requests for this host to an HTTP proxy.
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("no_proxy", os.environ.get("NO_PROXY")), host]))
 
     async def play(task: Task, policy: Policy) -> float | None:
         await server.start(host)

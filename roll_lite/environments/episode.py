@@ -139,6 +139,8 @@ class Policy:
         self._renderer = renderer
         self._ask = ask
         self._last: np.ndarray | None = None
+        self._cancelled = False
+        """True if the environment cancelled a response, whose tokens are then lost to it."""
         self._rewards: list[float] = []
         self._seconds = 0.0
         self._begun = self._since = asyncio.get_running_loop().time()
@@ -148,18 +150,27 @@ class Policy:
         """Add messages, and let the policy respond. Raises EpisodeOver at a limit."""
         if self._answers:
             raise RuntimeError("the policy was asked for a response while it writes another one")
+        self._refuse_if_cancelled()
         new = messages_from(messages)
         self.begin_turn()
         ids = self._rendered(new)
         self.messages += new
         most = self.limits.max_turn_tokens
         after = len(self._rewards) - 1 if self._rewards else None
-        response = (await self.sample(ids, after, most if most is not None and most < self.room else None, messages=new)).ids
+        try:
+            response = (await self.sample(ids, after, most if most is not None and most < self.room else None, messages=new)).ids
+        except asyncio.CancelledError:
+            self._cancelled = True
+            raise
         self.room -= len(response)
         self._last = response
         message = self._renderer.message(response.tolist())
         self.messages.append(message)
         return message
+
+    def _refuse_if_cancelled(self) -> None:
+        if self._cancelled:
+            raise RuntimeError("the environment cancelled a response of the policy; await respond without a time limit of its own")
 
     def begin_turn(self) -> None:
         if len(self._rewards) >= self.limits.max_turns:
@@ -231,6 +242,7 @@ class Policy:
         self.metrics[name] = self.metrics.get(name, 0.0) + float(number)
 
     def record(self) -> EpisodeRecord:
+        self._refuse_if_cancelled()
         if not self._rewards:
             raise ValueError(f"it ended without a response{f': {self.limit[1]}' if self.limit else ''}")
         rewards = tuple(self._rewards)
@@ -340,7 +352,7 @@ class Calls:
     def __init__(self) -> None:
         self.stuck = 0
 
-    async def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         loop = asyncio.get_running_loop()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import bm25s
 
@@ -8,13 +9,17 @@ from roll_lite.config.schema.environments import SearchToolConfig
 from roll_lite.data.sources import read_rows
 from roll_lite.files import read_text
 
+WORD = r"[぀-ヿ㐀-䶿一-鿿]|[^\W぀-ヿ㐀-䶿一-鿿]+"
+"""Words are separated by spaces and punctuation; each Chinese or Japanese character is a word."""
+tokenize = partial(bm25s.tokenize, token_pattern=WORD, show_progress=False)
+
 
 def search_in(settings: SearchToolConfig) -> Callable[[str], str]:
     documents = [f"[{head}]\n{text}" for head, text in _documents(settings)]
     if not documents:
         raise ValueError(f"corpus: {settings.corpus} has no documents")
     index = bm25s.BM25()
-    index.index(bm25s.tokenize(documents, show_progress=False), show_progress=False)
+    index.index(tokenize(documents, stopwords=None), show_progress=False)
 
     def search(query: str) -> str:
         """Search a collection of documents by keywords. Returns the documents that match best, each after its id and title in brackets.
@@ -22,7 +27,8 @@ def search_in(settings: SearchToolConfig) -> Callable[[str], str]:
         Args:
             query: Words to look for. Few specific words, such as names and technical terms, find more than a whole question.
         """
-        words = bm25s.tokenize([query], return_ids=False, show_progress=False)
+        words = tokenize([query], stopwords="en", return_ids=False)
+        words = words if words[0] else tokenize([query], stopwords=None, return_ids=False)  # such as "The Who"
         [found], [scores] = index.retrieve(words, k=min(settings.results, len(documents)), show_progress=False)
         shown = [documents[one] for one, score in zip(found, scores, strict=True) if score > 0]
         return "\n\n".join(shown) or "No document has any of these words."

@@ -197,9 +197,11 @@ def _llama3(text: str, parameters: dict[str, Any]) -> Iterator[_Found]:
             return
         value, at = _read(text, start.end())
         if isinstance(value, _Malformed):
-            yield _Found(start.start(), len(text), [value])
-            return
-        if start[0] or (isinstance(value, dict) and not value.keys().isdisjoint(("parameters", "arguments"))):
+            if start[0] or not text[: start.start()].strip():
+                yield _Found(start.start(), len(text), [value])
+                return
+            at = start.end() + 1  # in mid-text, JSON without the tag is a call only if it is valid
+        elif start[0] or (isinstance(value, dict) and not value.keys().isdisjoint(("parameters", "arguments"))):
             at = _skip(SEPARATOR, text, at)
             yield _Found(start.start(), at, [value])
 

@@ -183,6 +183,37 @@ async def test_parallel_requests_are_rows_of_their_own() -> None:
     assert end.record.metrics["rows"] == 3 and len(end.record.branches) == 2
 
 
+async def test_a_call_keeps_the_id_that_the_model_gave_it() -> None:
+    """Mistral's results name the sampled id. An id that the episode has used before is replaced."""
+
+    class CallsWithIds(Characters):
+        def message(self, response_ids: Sequence[int]) -> Message:
+            call = {"type": "function", "id": super().message(response_ids)["content"], "function": {"name": "add", "arguments": {}}}
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    async def ids(task: Task, endpoint: Endpoint) -> str:
+        replies = [await post(endpoint, [{"role": "user", "content": f"Add {number}."}]) for number in range(3)]
+        return " ".join(reply.json()["choices"][0]["message"]["tool_calls"][0]["id"] for reply in replies)
+
+    _, end = await played(ids, "abcdefgh1", "abcdefgh2", "abcdefgh1", gives_reward=False, renderer_of=lambda _: CallsWithIds())
+    assert end.record.answer == "abcdefgh1 abcdefgh2 call00000"
+
+
+async def test_requests_to_the_endpoint_take_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "example.org")
+
+    async def ask(task: Task, endpoint: Endpoint) -> float:
+        assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "example.org,127.0.0.1"
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        async with httpx2.AsyncClient(headers=headers) as client:
+            return (await client.post(f"{endpoint.base_url}/chat/completions", json={"messages": task.messages})).status_code
+
+    _, end = await played(ask, "3")
+    assert isinstance(end, Ended) and end.record.score == 200, end
+
+
 async def test_an_ended_episodes_key_is_refused() -> None:
     kept: list[Endpoint] = []
 

@@ -462,6 +462,32 @@ async def test_harmless_values_are_accepted() -> None:
     assert (session.requests[0].overridden, session.requests[0].text) == ((), None)
 
 
+async def test_nulls_do_not_hide_another_name_of_a_parameter() -> None:
+    session = ScriptedSession(says("Hi."))
+    thought = {"role": "assistant", "content": None, "reasoning_content": None, "reasoning": "Hm."}
+    async with http_of(session) as http:
+        body = {"messages": [*QUESTION, thought], "max_completion_tokens": None, "max_tokens": 5}
+        assert (await post(http, CHAT, body))[0] == 200
+    assert session.requests[0].max_tokens == 5
+    assert session.requests[0].messages[1] == {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+
+
+async def test_a_request_that_outlives_its_episode_is_refused() -> None:
+    """Its body is still being read when the episode ends."""
+    session = ScriptedSession(says("Hi."))
+    async with serving(session) as (server, key):
+        url = URL(server.url)
+        body = json.dumps({"messages": QUESTION}).encode()
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: {url.host}\r\nx-api-key: {key}\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        await asyncio.sleep(0.1)
+        server.close(key)
+        writer.write(body)
+        assert b"401" in await asyncio.wait_for(reader.readline(), 5)
+        writer.close()
+    assert not session.requests
+
+
 async def test_errors_of_the_official_client() -> None:
     session = ScriptedSession(EpisodeOver("max_turns"), ValueError("Too long."), ConnectionError("lost"), says("Hi."))
     async with client_of(session) as client:

@@ -121,6 +121,23 @@ async def test_a_class_plays_until_it_is_done() -> None:
     assert Guess.closed == before + 1
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_response_that_the_environment_cancelled_fails_the_episode(goes_on: bool) -> None:
+    async def impatient(task: Task, policy: Policy) -> float:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(policy.respond(task.messages), 0.05)
+        if goes_on:
+            await policy.respond("Again.")
+        return 1.0
+
+    player = Player(impatient, Characters(), Limits(9, 5.0, 50), Calls())
+    player.tell([Begin(7, TASK, 100)])
+    [asked] = await player.events(5.0)
+    [end] = await player.events(5.0)
+    assert isinstance(asked, Ask) and isinstance(end, Failed)
+    assert "the environment cancelled a response of the policy" in end.cause
+
+
 async def test_the_last_reward_alone() -> None:
     _, end = await played(guessing(), "1", "3", last_reward=True)
     assert end.record.score == 1.0

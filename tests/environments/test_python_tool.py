@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -112,8 +113,9 @@ async def test_calls_that_a_response_leaves_no_time_for_are_refused(tool: Python
     monkeypatch.setattr(tool, "_longest_wait_s", 0.5)
     wait = "import time; time.sleep(0.7)"
     [shown], end = await played(player_of([tool]), [code(wait, wait, "1"), "Done."], {"files": None})
-    refused = "This call was not run: the earlier calls of the response took 1 s."
-    assert shown == ["(no output)", refused, refused]
+    refused = [re.sub(r"\d+ s", "1 s", one) for one in shown[1:]]  # longer on a busy machine
+    assert shown[0] == "(no output)"
+    assert refused == ["This call was not run: the earlier calls of the response took 1 s."] * 2
     assert isinstance(end, Ended) and end.record.metrics["tool_errors"] == 2
 
 

@@ -43,6 +43,23 @@ async def test_documents_are_found_by_their_words(tmp_path: Path) -> None:
     assert (await found(path, "ARNO"))[0].startswith("[arno]\nArno, a river.\n\n[3]\n"), "of the same words in a shorter text more"
 
 
+@pytest.mark.parametrize(
+    ("query", "found_in"),
+    [
+        ("C", "Vitamin C"),
+        ("R", "R 4"),
+        ("it", "It"),
+        ("what is it", "What is love"),
+        ("苹果", "苹果公司发布了新手机"),
+        ("食べる", "寿司を食べる"),
+    ],
+)
+async def test_short_and_common_words_and_words_without_spaces_are_found(tmp_path: Path, query: str, found_in: str) -> None:
+    rows = [{"text": text} for text in ("Vitamin C", "R 4", "It", "What is love", "苹果公司发布了新手机", "寿司を食べる", "nothing")]
+    [shown] = await found(written(tmp_path, rows), query)
+    assert shown.partition("]\n")[2] == found_in
+
+
 async def test_a_text_file_has_a_document_per_line(tmp_path: Path) -> None:
     assert await found(written(tmp_path, ["first apple", "", "second pear"], "corpus.txt"), "pear", "apple") == [
         "[3]\nsecond pear",

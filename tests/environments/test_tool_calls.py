@@ -127,6 +127,8 @@ BAD: Sequence[tuple[CallFormat, str, list[str | None]]] = (
     ("qwen3_coder", f"<tool_call>{CALL}</tool_call>", ["expected <function=name>"]),
     ("llama3", '<|python_tag|>print("hi")', ["not valid JSON"]),
     ("llama3", '{"name": "f", "parameters": {"a": "Par', ["not valid JSON: Unterminated string"]),
+    ("llama3", 'It is {"name": unquoted}, as told.', []),
+    ("llama3", f'Not {{"name": x}} but {CALL}', [None]),
     ("llama3", '{"name": "f", "parameters": 5}', ["the arguments of f must be an object"]),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a"', ["not valid JSON"]),
     ("mistral", '[TOOL_CALLS]f[ARGS]{"a"[TOOL_CALLS]g{}', ["not valid JSON", None]),

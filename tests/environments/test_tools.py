@@ -12,8 +12,8 @@ from environments.tool_play import loaded, played, player_of
 from roll_lite.config.schema.environments import FunctionToolConfig
 from roll_lite.data.samples import FinishReason
 from roll_lite.environments.base import Task
-from roll_lite.environments.episode import Ended, Failed
-from roll_lite.environments.tools import LEFT_OUT, Call, ToolError, ToolLost
+from roll_lite.environments.episode import Calls, Ended, Failed
+from roll_lite.environments.tools import LEFT_OUT, Call, FunctionTool, ToolError, ToolLost
 
 
 class Counter:
@@ -44,6 +44,20 @@ class Counter:
 
 def add(number: int) -> list[Any]:
     return [["add", {"number": number}]]
+
+
+async def test_arguments_may_have_any_name() -> None:
+    def plot(function: str, self: str) -> str:
+        """Plot.
+
+        Args:
+            function: What to plot.
+            self: Whose.
+        """
+        return f"{function} of {self}"
+
+    shown, _ = await played(player_of([FunctionTool(plot, Calls())]), [[["plot", {"function": "sin", "self": "x"}]], "Done."])
+    assert shown == [["sin of x"]]
 
 
 async def test_tools_are_opened_at_the_first_call_and_closed_at_the_end() -> None:

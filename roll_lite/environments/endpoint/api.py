@@ -16,8 +16,9 @@ from roll_lite.environments.base import Message
 Json = dict[str, Any]
 
 OVERRIDDEN = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
-    *("reasoning", "reasoning_effort", "thinking", "output_config"),
+    *("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("reasoning", "reasoning_effort", "thinking", "output_config", "chat_template_kwargs"),
+    *("max_tool_calls", "context_management"),
 )
 """Parameters of requests that have no effect, because the run's own settings apply."""
 _DISTORTS = "it would change the probabilities that training relies on; leave it out"
@@ -29,7 +30,8 @@ _REFUSED: Sequence[tuple[str, Any, str]] = (
     ("response_format text.format", {"type": "text"}, _FREE_FORM),
     ("guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema regex ebnf", None, _FREE_FORM),
     ("output_format output_config.format", None, _FREE_FORM),
-    ("logprobs echo suffix background", None, "leave it out"),
+    ("logprobs prompt_logprobs echo suffix background truncate_prompt_tokens continue_final_message", None, "leave it out"),
+    ("use_beam_search", None, _DISTORTS),
     ("conversation", None, "use previous_response_id, or send the whole conversation"),
     ("functions function_call", None, "use tools"),
 )
@@ -135,12 +137,18 @@ class _Call(BaseModel):
     function: _Function
 
 
+def _without_nulls(given: Any) -> Any:
+    """Drop nulls, which must not hide another name of the same parameter. A message's content may be null."""
+    return {key: one for key, one in given.items() if one is not None or key == "content"} if isinstance(given, dict) else given
+
+
 class _Message(BaseModel):
     role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(lambda role: "system" if role == "developer" else role)]
     content: Text
     reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
+    _drop_nulls = model_validator(mode="before")(_without_nulls)
 
 
 class _Conversation(BaseModel):
@@ -177,7 +185,7 @@ class ApiRequest(BaseModel, ABC):
                     value = value.get(part) if isinstance(value, dict) else None
                 if value and value != harmless:
                     raise ValueError(f"{name}: {value!r:.80} is not possible; {remedy}")
-        return body
+        return _without_nulls(body)
 
     def request(self) -> ChatRequest:
         """Return the request in the form common to all APIs. Raise ValueError if messages are invalid."""

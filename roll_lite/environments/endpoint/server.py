@@ -102,6 +102,7 @@ class EndpointServer:
                 given = await http.read()
             finally:
                 episode.reading -= 1
+            episode = self._episode(http)  # it may have ended meanwhile
             asked = APIS[http.path].model_validate_json(given, context=episode.kept)
             running = asyncio.ensure_future(episode.session.respond(asked.request()))
             episode.running.add(running)
