@@ -38,7 +38,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
 from roll_lite.distributed.strategy.build import engine_arguments_fit
-from roll_lite.environments.check import agents_tools, check_environments
+from roll_lite.environments.check import check_environments, template_notes
 from roll_lite.files import CONFIGS, DOCS, STARTERS, absolute_path, kind_of, read_text
 from roll_lite.hub import to_stderr
 from roll_lite.observability.run_folder import check_run_dir, check_store
@@ -186,7 +186,7 @@ def _check(config: RunConfig, _: argparse.Namespace) -> int:
 
 def _tables(config: RunConfig) -> str:
     """Return derived values, placement and notes as text. A table that needs a missing value is left out."""
-    of_machine = [f"{path}: {message}" for one in (*OF_MACHINE, agents_tools) for path, message in readable(one(config))]
+    of_machine = [f"{path}: {message}" for one in (*OF_MACHINE, template_notes) for path, message in readable(one(config))]
     parts = []
     for part in (lambda: render(derive(config)) if config.mode != "evaluate" else "", lambda: draw(config)):
         with suppress(Refused):

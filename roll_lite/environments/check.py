@@ -79,17 +79,22 @@ def _has_chat_template(config: RunConfig, domain: DomainConfig) -> bool:
         return False
 
 
-def agents_tools(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (YAML path, message) for templates that cannot render agents' conversations with tools, or render them differently message by
-    message than as a whole."""
+def template_notes(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield (YAML path, message) for templates that cannot render agents' conversations with tools, or render episodes differently message
+    by message than as a whole."""
     for name, domain in config.domains.items():
-        is_plain = isinstance(domain.template, PlainTemplateConfig)
-        if isinstance(domain.environment, EndpointEnvironmentConfig) and (is_plain or _has_chat_template(config, domain)):
+        settings, path = domain.environment, f"domains.{name}"
+        is_agent = isinstance(settings, EndpointEnvironmentConfig)
+        is_plain_agent = is_agent and isinstance(domain.template, PlainTemplateConfig)
+        if settings is not None and (is_plain_agent or _has_chat_template(config, domain)):
             from roll_lite.data.templates import load_tokenizer
-            from roll_lite.environments.build import note_on_tools
+            from roll_lite.environments.build import note_on_tools, renderer_of
+            from roll_lite.environments.rendering import ANY_TOOL
 
+            tools = [ANY_TOOL] if isinstance(settings, ToolsEnvironmentConfig) else []
             try:
-                note = note_on_tools(domain, load_tokenizer(config.model.path), f"domains.{name}")
+                tokenizer = load_tokenizer(config.model.path)
+                note = note_on_tools(domain, tokenizer, path) if is_agent else renderer_of(domain, tokenizer, path, tools).difference()
             except ValueError as error:
                 note = str(error)
             if note:

@@ -24,7 +24,7 @@ from roll_lite.config.schema.environments import (
     ToolsEnvironmentConfig,
 )
 from roll_lite.data.check import check_data
-from roll_lite.environments.check import agents_tools, check_environments
+from roll_lite.environments.check import check_environments, template_notes
 from roll_lite.files import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -317,14 +317,23 @@ def test_templates_of_agents_are_tried_with_a_tool(template: str | None, says: l
         (tmp_path / "own.jinja").write_text(template)
         overrides = [f"domains.calculator.template.file={tmp_path / 'own.jinja'}", f"{CALCULATOR}.call_format=hermes"]
     config = load_config("tiny_agent", CONFIGS, overrides, further=[check_environments])
-    told = list(agents_tools(config))
+    told = list(template_notes(config))
     assert [place for place, _ in told] == ["domains.calculator.template"] * len(says)
     assert all(re.search(pattern, message, re.DOTALL) for pattern, (_, message) in zip(says, told, strict=True)), told
 
 
+@pytest.mark.parametrize(("name", "domain"), [("tiny_calculator", "calculator"), ("tiny_guess", "guess")])
+def test_what_a_template_renders_differently_is_noted(name: str, domain: str) -> None:
+    assert list(template_notes(load_config(name, CONFIGS))) == []
+    file = ROOT / "tests/environments/templates/qwen3.jinja"  # leaves out earlier thoughts
+    config = load_config(name, CONFIGS, [f"domains.{domain}.template.file={file}"])
+    [(place, message)] = template_notes(config)
+    assert place == f"domains.{domain}.template" and re.search("in a conversation with .* an episode's tokens read", message)
+
+
 def test_agents_with_a_plain_template_get_no_tools() -> None:
     config = load_config("tiny_agent", CONFIGS, ["domains.calculator.template.name=plain"], further=[check_environments])
-    [(place, message)] = agents_tools(config)
+    [(place, message)] = template_notes(config)
     assert place == "domains.calculator.template.name"
     assert message == f"{TOOLS_NEED_CHAT}; until then, an agent's requests with tools are refused"
 
@@ -333,5 +342,5 @@ def test_a_tokenizer_that_cannot_be_loaded_is_told_without_a_traceback(tmp_path:
     model = shutil.copytree(load_config("tiny_agent", CONFIGS).model.path, tmp_path / "model")
     (model / "tokenizer_config.json").write_text('{"extra_special_tokens": 5}')
     overrides = [f"model.path={model}", "domains.calculator.template.name=plain"]
-    [(place, message)] = agents_tools(load_config("tiny_agent", CONFIGS, overrides, further=[check_environments]))
+    [(place, message)] = template_notes(load_config("tiny_agent", CONFIGS, overrides, further=[check_environments]))
     assert place == "model.path" and message.startswith(f"no tokenizer could be loaded from {model}: ")
