@@ -67,6 +67,9 @@ def test_an_hour_of_kills(tmp_path: Path) -> None:
     assert growth["processes"] <= 2 and growth["files"] <= 20 and growth["shm_mb"] < 50, growth
     ours, theirs = (statistics.fmean(line["reward/accuracy"] for line in one.metrics() if line["step"] in COMPARED) for one in (run, quiet))
     assert ours == pytest.approx(theirs, abs=0.1)
+    assert statistics.fmean(line["reward/accuracy"] for line in steps[-len(COMPARED) :]) > theirs - 0.1
+    samples = [json.loads(line) for file in (run.folder / "samples").iterdir() for line in file.open() if '"domain":"make"' not in line]
+    assert len(samples) > len(steps) and [one for one in samples if one["correct"] != (one["response"].strip() == one["answer"])] == []
 
 
 def look(run: Run) -> dict[str, float]:
