@@ -171,18 +171,19 @@ class RunConsole:
         overall = results[OVERALL]
         k = largest_k(f"validation/{name}" for name in overall)
         shares = [name for name in (f"pass@{k}", f"maj@{k}") if name in overall]
-        scores = [name for name in ("reward", f"best@{k}") if name in overall]
+        means = [name for name in ("reward", f"best@{k}", "turns", "tool_errors") if name in overall]
+        ends = ["truncated", *(["max_turns"] if "turns" in overall else [])]
         counts = ["prompts", "samples", *(["failed"] if overall.get("failed") else [])]
-        header = ("held-out", "accuracy", "±", *shares, *scores, "truncated", "tokens", *counts)
+        header = ("held-out", "accuracy", "±", *shares, *(name.replace("_", " ") for name in (*means, *ends)), "tokens", *counts)
         rows = []
-        for name, of in [*(one for one in results.items() if one[0] != OVERALL), (OVERALL, overall)]:
+        for name, of in [*(one for one in results.items() if one[0] != OVERALL and "samples" in one[1]), (OVERALL, overall)]:
             domain, _, part = name.partition("/")
             rows.append(
                 [
                     f"  {part}" if part else domain,
                     *(_percent(of.get(share), 1) for share in ("accuracy", "accuracy_error", *shares)),
-                    *(_score(of.get(score)) for score in scores),
-                    _percent(of.get("truncated"), 1),
+                    *(_score(of.get(mean)) for mean in means),
+                    *(_percent(of.get(end), 1) for end in ends),
                     _thousands(of.get("response_tokens")),
                     *(f"{of[count]:.0f}" if count in of else "" for count in counts),
                 ]

@@ -50,24 +50,7 @@ actor_mean = partial(Metric, MEAN, by="domain", denominators=ACTOR)
 critic_mean = partial(Metric, MEAN, by="domain", denominators=("critic/tokens",))
 credit_mean = partial(Metric, MEAN, by="domain", denominators=CREDIT)
 
-METRICS: dict[str, Metric] = {
-    # rewards of the training batch
-    "reward/mean": by_domain(MEAN, "score", "Score of the accepted samples, before shaping and KL."),
-    "reward/square": by_domain(MEAN, "score²", "Ingredient of reward/std.", shown=False),
-    "reward/max": by_domain(MAX, "score", "Highest score."),
-    "reward/min": by_domain(MIN, "score", "Lowest score."),
-    "reward/accuracy": domain_share("Accepted samples that are correct."),
-    "reward/flat_groups": domain_share("Sample groups whose rewards after shaping are all equal: they have no advantage under GRPO."),
-    "reward/shaped": by_domain(MEAN, "score", "Reward of a sample after shaping, before KL."),
-    "reward/workers_replaced": by_domain(SUM, "workers", "Reward workers replaced because they died or hung."),
-    "reward/term": by_domain(
-        MEAN,
-        "score",
-        "Contribution of one term to a sample's score, weight included; `base` is the reward itself. Named "
-        "`domain/<domain>/<term>/reward/term`.",
-    ),
-    "reward/seconds": by_domain(MEAN, "s", "Time from requesting a score to receiving it."),
-    # environments
+EPISODES: dict[str, Metric] = {
     "episode/turns": by_domain(MEAN, "turns", "Responses of an episode, in domains with an environment."),
     "episode/rows": by_domain(MEAN, "rows", "Rows of an episode in training: 1, and one for each branch of an agent's requests."),
     "episode/overridden_parameters": by_domain(
@@ -90,6 +73,27 @@ METRICS: dict[str, Metric] = {
     "episode/tool_calls": by_domain(MEAN, "calls", "Tool calls of an episode, malformed ones included."),
     "episode/tool_errors": by_domain(MEAN, "calls", "Tool calls of an episode that were malformed, or whose tool raised an exception."),
     "episode/metric": by_domain(MEAN, "", "A metric of the environment's own, per episode. Named `domain/<domain>/<name>/episode/metric`."),
+}
+
+METRICS: dict[str, Metric] = {
+    # rewards of the training batch
+    "reward/mean": by_domain(MEAN, "score", "Score of the accepted samples, before shaping and KL."),
+    "reward/square": by_domain(MEAN, "score²", "Ingredient of reward/std.", shown=False),
+    "reward/max": by_domain(MAX, "score", "Highest score."),
+    "reward/min": by_domain(MIN, "score", "Lowest score."),
+    "reward/accuracy": domain_share("Accepted samples that are correct."),
+    "reward/flat_groups": domain_share("Sample groups whose rewards after shaping are all equal: they have no advantage under GRPO."),
+    "reward/shaped": by_domain(MEAN, "score", "Reward of a sample after shaping, before KL."),
+    "reward/workers_replaced": by_domain(SUM, "workers", "Reward workers replaced because they died or hung."),
+    "reward/term": by_domain(
+        MEAN,
+        "score",
+        "Contribution of one term to a sample's score, weight included; `base` is the reward itself. Named "
+        "`domain/<domain>/<term>/reward/term`.",
+    ),
+    "reward/seconds": by_domain(MEAN, "s", "Time from requesting a score to receiving it."),
+    # environments
+    **EPISODES,
     "environment/workers_replaced": by_domain(SUM, "workers", "Environment workers replaced because they died or hung."),
     # sample groups by their share of correct samples
     "solved/none": domain_share("Groups without a correct sample."),
@@ -126,6 +130,8 @@ METRICS: dict[str, Metric] = {
     "validation/samples": by_domain(SUM, "samples", "Held-out samples with a score."),
     "validation/response_tokens": by_domain(MEAN, "tokens", "Response length of held-out samples."),
     "validation/truncated": domain_share("Held-out samples cut at max_tokens."),
+    "validation/max_turns": domain_share("Held-out samples whose episode ended at max_turns."),
+    **{name.replace("episode", "validation"): replace(one, description=f"{name} of held-out samples.") for name, one in EPISODES.items()},
     "validation/failed": by_domain(SUM, "samples", "Held-out samples that failed permanently; no mean includes them."),
     "validation/version_min": Metric(MIN, "", "Oldest weight version that sampled a token of held-out samples."),
     "validation/version_max": Metric(

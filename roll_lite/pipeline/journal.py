@@ -30,7 +30,7 @@ from roll_lite.files import replacing, write_json, write_whole
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
-from roll_lite.observability.metric_table import METRICS
+from roll_lite.observability.metric_table import EPISODES
 from roll_lite.observability.metrics import ALL_DOMAINS, MetricSums
 from roll_lite.observability.report import (
     OVERALL,
@@ -278,12 +278,9 @@ class Journal:
                 add(f"rollout/filtered_{word}", domain.filtered[word], label=name)
             for term, total in domain.terms.items():
                 add("reward/term", total, domain.accepted, label=name, part=term)
-            for fact, total in domain.of_episodes.items():
-                known = f"episode/{fact}"
-                metric, part = (known, "") if known in METRICS else ("episode/metric", fact)
-                add(metric, total, domain.episodes, label=name, part=part)
             self._tokens["prompt"] += domain.prompt_tokens
             self._tokens["response"] += domain.response_tokens
+        _add_episodes(self._sums, stats, "episode")
         self._tell_failures(stats)
         for domain_name, own in rows.group_by("domain").items():
             self._samples(str(domain_name), own)
@@ -494,6 +491,7 @@ class Journal:
         sums = held_out_metrics(rows, self._config.validation.samples_per_prompt)
         for name, domain in stats.domains.items():
             sums.add("validation/failed", domain.failed, label=name)
+        _add_episodes(sums, stats, "validation")
         self._tell_failures(stats, "validation: ")
         if len(rows):
             sums.add("validation/version_min", float(rows.tensor("min_version").min()))
@@ -571,6 +569,13 @@ def _engine(number: int) -> str:
     return f"actor_infer[{number}]{WATCH.where('actor_infer', number)}"
 
 
+def _add_episodes(sums: MetricSums, stats: RolloutStats, prefix: str) -> None:
+    for name, domain in stats.domains.items():
+        for fact, total in domain.of_episodes.items():
+            metric, part = (fact, "") if f"episode/{fact}" in EPISODES else ("metric", fact)
+            sums.add(f"{prefix}/{metric}", total, domain.episodes, label=name, part=part)
+
+
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
     """Return validation metrics by domain and by value of its `report_by` columns. Some are means over samples; pass@k, best@k and maj@k
     are means over prompts with at least k samples."""
@@ -585,8 +590,9 @@ def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
 
 def _held_out_domain(sums: MetricSums, rows: DataProto, samples_per_prompt: int, domain: str) -> None:
     correct, scores = rows.tensor("correct").double().numpy(), rows.tensor("score").double().numpy()
-    lengths, truncated = rows.tensor("response_length").double().numpy(), rows.objects("finish_reason") == FinishReason.LENGTH
-    means = {"accuracy": correct, "reward": scores, "response_tokens": lengths, "truncated": truncated}
+    lengths, ends = rows.tensor("response_length").double().numpy(), rows.objects("finish_reason")
+    means = {"accuracy": correct, "reward": scores, "response_tokens": lengths}
+    means |= {"truncated": ends == FinishReason.LENGTH, "max_turns": ends == FinishReason.MAX_TURNS}
     prompts = rows.tensor("group").numpy()
     sampled = SampledPrompts(prompts, correct, scores, rows.tensor("answer").numpy())
     worths = {f"{name}@{k}": of(sampled, k) for k in every_k(samples_per_prompt) for name, of in AT_K.items()}

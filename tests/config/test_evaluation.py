@@ -8,6 +8,7 @@ from roll_lite.config.arithmetic import max_model_len, roles
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.environments.check import check_environments
 from roll_lite.files import CONFIGS
 
 
@@ -64,3 +65,14 @@ def test_mistakes_in_what_is_read_are_told() -> None:
     assert mistakes("tiny_grpo", "validation.samples=3", "algorithm.nothing=3") == [
         "validation.samples = 3: unknown key; did you mean 'sampling'?  [command line]"
     ]
+
+
+def test_environments_are_read_and_checked_as_in_training() -> None:
+    """Rewards of turns need an advantage estimator of training's, which is not read."""
+    config = evaluation("tiny_guess", "domains.guess.environment.rewards=per_turn")
+    trained = load_config("tiny_guess", CONFIGS, ["domains.guess.environment.rewards=per_turn", "algorithm.advantage=reinforce"])
+    assert config.domains["guess"].environment == trained.domains["guess"].environment
+    assert config.domains["guess"].reward.name == "environment" and max_model_len(config) == 240
+    misspelt = "domains.guess.environment.function=roll_lite.examples.domains.turns.Gues"
+    with pytest.raises(ConfigError, match="did you mean 'Guess'"):
+        load_config("tiny_guess", CONFIGS, ["mode=evaluate", misspelt], further=[check_environments])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 GREEDY = ("validation.sampling.temperature=0", "domains.make=null")
 
 
-def started(run_dir: Path, *arguments: str) -> tuple[Path, str]:
+def started(run_dir: Path, *arguments: str, config: str = "tiny_grpo") -> tuple[Path, str]:
     """Folder and output of a run that has ended well."""
-    command = [sys.executable, "-m", "roll_lite.cli", *arguments, "--config-name", "tiny_grpo", f"run_dir={run_dir}"]
+    command = [sys.executable, "-m", "roll_lite.cli", *arguments, "--config-name", config, f"run_dir={run_dir}"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,3 +86,33 @@ def test_it_measures_what_the_first_validation_of_a_run_does(engine: str, tmp_pa
     for domain in ("add", "repeat"):
         for metric in ("accuracy", "accuracy_error", "response_tokens", "truncated", "prompts"):
             assert results(folder)[domain][metric] == first[f"domain/{domain}/validation/{metric}"], (domain, metric)
+
+
+CALCULATOR = (
+    "domains.calculator={data: {validation: examples/data/calculator_validation.jsonl}, template: {name: chat}, reward: exact, "
+    "sampling: {max_prompt_tokens: 60, max_tokens: 240}, "
+    "environment: {name: tools, tools: [roll_lite.examples.domains.turns.calculate], max_turns: 3}}"
+)
+
+
+@pytest.mark.timeout(590)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_episodes_are_evaluated(engine: str, tmp_path: Path) -> None:
+    """A game, which some episodes do not end in five turns, and tools, whose calls sometimes fail."""
+    require(engine)
+    settings = (f"actor_infer.strategy={engine}", "domains.guess.environment.max_turns=5", CALCULATOR)
+    folder, output = started(tmp_path, "evaluate", "examples/models/tiny_chat", *settings, config="tiny_guess")
+    got = results(folder)
+    assert list(got) == ["overall", "guess", "calculator"]
+    samples = [json.loads(line) for line in (folder / "samples/validation_000000.jsonl").read_text().splitlines()]
+    for domain in ("guess", "calculator"):
+        own = [sample for sample in samples if sample["domain"] == domain and sample["outcome"] == "accepted"]
+        facts = [sample["episode"]["metrics"] for sample in own]
+        assert got[domain]["samples"] == len(own) > 90
+        for name in facts[0]:
+            assert got[domain][name] == pytest.approx(sum(one[name] for one in facts) / len(own)), (domain, name)
+        assert got[domain]["turns"] == pytest.approx(sum(len(sample["episode"]["rewards"]) for sample in own) / len(own))
+        assert got[domain]["max_turns"] == pytest.approx(sum(sample["finish_reason"] == "max_turns" for sample in own) / len(own))
+    assert 1 < got["guess"]["turns"] < 5 and got["guess"]["max_turns"] > 0 and "tool_errors" not in got["guess"]
+    assert 0 <= got["calculator"]["tool_errors"] < got["calculator"]["tool_calls"]
+    assert re.search("reward +turns +tool errors +truncated +max turns +tokens", output)

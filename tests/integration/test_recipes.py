@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from roll_lite.examples.run_recipes import main as run_recipes
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml") if path.stem != "tiny_base")
 Runs = dict[str, Future[list[dict[str, Any]]]]
@@ -70,6 +72,16 @@ def test_a_recipe_runs(recipe: str, recipe_runs: Runs) -> None:
     if recipe != "tiny_raft":  # in PPO's first step a fresh value head says 0 of everything, and nothing falls short of that
         assert steps[-1]["credit/advantage_min"] < 0 < steps[-1]["credit/advantage_max"]
     assert steps[-1]["sync/version"] == 2, "every step has moved the policy"
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("recipe", ["tiny_agent", "tiny_calculator", "tiny_guess"])
+def test_a_model_learns_from_episodes(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole run, 10 to 15 minutes. Of the 100 held-out prompts, one sample each would be too few to tell learning from noise."""
+    monkeypatch.chdir(ROOT)
+    assert run_recipes([recipe, f"run_dir={tmp_path}", "validation.samples_per_prompt=3"]) == 0, "its held-out accuracy has not risen"
 
 
 @pytest.mark.nightly

@@ -28,7 +28,7 @@ def rows_of(*prompts: Prompt) -> DataProto:
             "group": torch.tensor([number for number, (*_, verdicts, _) in enumerate(prompts) for _ in verdicts]),
             "domain": object_column([domain for domain, _, verdicts, _ in prompts for _ in verdicts]),
             "parts": object_column([tuple(parts.split()) for _, parts, verdicts, _ in prompts for _ in verdicts]),
-            "finish_reason": object_column(["length" if number % 3 == 0 else "stop" for number in range(len(correct))]),
+            "finish_reason": object_column([("length", "stop", "max_turns")[number % 3] for number in range(len(correct))]),
             "correct": torch.tensor(correct),
             "score": torch.tensor(correct) * 2,
             "response_length": torch.arange(len(correct)),
@@ -53,6 +53,7 @@ def test_by_domain_by_part_and_over_all_by_hand() -> None:
             "validation/prompts": 5,
             "validation/samples": 9,
             "validation/truncated": 3 / 9,
+            "validation/max_turns": 3 / 9,
             "validation/reward": 10 / 9,
             "validation/response_tokens": 4.0,
             "validation/pass@2": 3 / 4,
@@ -63,6 +64,7 @@ def test_by_domain_by_part_and_over_all_by_hand() -> None:
             "domain/maths/validation/prompts": 4,
             "domain/maths/validation/samples": 7,
             "domain/maths/validation/truncated": 3 / 7,
+            "domain/maths/validation/max_turns": 2 / 7,
             "domain/maths/validation/reward": 8 / 7,
             "domain/maths/validation/response_tokens": 3.0,
             "domain/maths/validation/pass@2": 2 / 3,
@@ -73,6 +75,7 @@ def test_by_domain_by_part_and_over_all_by_hand() -> None:
             "domain/maths/level:1/validation/prompts": 1,
             "domain/maths/level:1/validation/samples": 2,
             "domain/maths/level:1/validation/truncated": 0.5,
+            "domain/maths/level:1/validation/max_turns": 0.0,
             "domain/maths/level:1/validation/reward": 2.0,
             "domain/maths/level:1/validation/response_tokens": 0.5,
             "domain/maths/level:1/validation/pass@2": 1.0,
@@ -83,6 +86,7 @@ def test_by_domain_by_part_and_over_all_by_hand() -> None:
             "domain/maths/level:2/validation/prompts": 2,
             "domain/maths/level:2/validation/samples": 4,
             "domain/maths/level:2/validation/truncated": 0.25,
+            "domain/maths/level:2/validation/max_turns": 2 / 4,
             "domain/maths/level:2/validation/reward": 2 / 4,
             "domain/maths/level:2/validation/response_tokens": 3.5,
             "domain/maths/level:2/validation/pass@2": 1 / 2,
@@ -93,6 +97,7 @@ def test_by_domain_by_part_and_over_all_by_hand() -> None:
             "domain/maths/level:3/validation/prompts": 1,
             "domain/maths/level:3/validation/samples": 1,
             "domain/maths/level:3/validation/truncated": 1.0,
+            "domain/maths/level:3/validation/max_turns": 0.0,
             "domain/maths/level:3/validation/reward": 2.0,
             "domain/maths/level:3/validation/response_tokens": 6.0,
             "domain/code/validation/accuracy": 0.5,
@@ -100,6 +105,7 @@ def test_by_domain_by_part_and_over_all_by_hand() -> None:
             "domain/code/validation/prompts": 1,
             "domain/code/validation/samples": 2,
             "domain/code/validation/truncated": 0.0,
+            "domain/code/validation/max_turns": 1 / 2,
             "domain/code/validation/reward": 1.0,
             "domain/code/validation/response_tokens": 7.5,
             "domain/code/validation/pass@2": 1.0,
@@ -156,4 +162,4 @@ overall         40.0%  12.7%   80.0%   37.5%  0.80  1.60  35.0%  10  5  20
 """
 
 
-MEASURES = ("accuracy", "accuracy_error", "prompts", "reward", "response_tokens", "samples", "truncated")
+MEASURES = ("accuracy", "accuracy_error", "max_turns", "prompts", "reward", "response_tokens", "samples", "truncated")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
 from scheduler_support import Prompts, TimedReward, by_tokens, make_domain, make_service
 from support_scripted import Response, Script, ScriptedEngine
 
-from roll_lite.data.samples import EpisodeRecord, GenerationRequest, Prompt, RewardInput, SampleGroup, Sampling, Score
-from roll_lite.pipeline.journal import held_out_metrics
+from roll_lite.config.loading import load_config
+from roll_lite.data.samples import EpisodeRecord, FinishReason, GenerationRequest, Prompt, RewardInput, SampleGroup, Sampling, Score
+from roll_lite.files import CONFIGS
+from roll_lite.pipeline.journal import Journal, held_out_metrics
 from roll_lite.rewards.environment import EnvironmentReward
 from roll_lite.scheduler.router import NoEngineLeft, Router
 from roll_lite.scheduler.runner import Conversation
@@ -295,3 +299,46 @@ def test_pass_at_k_of_episodes_is_that_worked_out_by_hand() -> None:
         expected[f"best@{k}"] = sum(1.25 * chance - 0.25 * (1 - chance) for chance in of_prompts) / 3
     assert {name: got[f"domain/a/validation/{name}"] for name in expected} == pytest.approx(expected)
     assert not any("maj@" in name for name in got), "an environment reads no answers to vote on"
+
+
+async def tool_game(prompt: Prompt, conversation: Conversation) -> None:
+    """Prompt n takes n + 1 turns and as many calls, of which prompt 2's all fail; it ends at the limit of turns."""
+    for turn in range(1 + prompt.uid):
+        await conversation.respond((1, 2, 3), turn, after=turn - 1 if turn else None)
+    turns, fails = 1.0 + prompt.uid, prompt.uid == 2
+    facts = {"turns": turns, "tool_calls": turns, "tool_errors": fails * turns, "policy_tokens": 5 * turns, "accuracy": 0.5}
+    reward = 1.0 - fails
+    conversation.end(EpisodeRecord((), (reward,), reward, not fails, facts), FinishReason.MAX_TURNS if fails else None)
+
+
+def test_an_evaluation_tells_the_turns_and_tool_errors_of_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside a domain without an environment. The environment counts a metric under the name of another one."""
+
+    async def main() -> RolloutResult:
+        game = make_domain("add", validation=Prompts("add", 0, 3), rewards=OfEpisode(), episode=tool_game)
+        service, *_ = make_service([game, make_domain("make", validation=Prompts("make", 0, 1))], [by_tokens(5)])
+        result = await service.evaluate(2, dict.fromkeys(("add", "make"), Sampling(1.0, 64)))
+        service.close()
+        return result
+
+    result = run_virtual(main())
+    rows = held_out_rows(accepted(result.groups), {"add": 1.0, "make": 1.0}, {"add": [], "make": []})
+    monkeypatch.chdir(CONFIGS.parents[1])
+    (tmp_path / "config.yaml").touch()
+    journal = Journal(load_config("tiny_grpo", CONFIGS, ["mode=evaluate", "trackers=[{name: jsonl}]", "domains.repeat=null"]), tmp_path)
+    journal.connect()
+    journal.validation(0, rows, result.stats)
+    journal.close("completed")
+    found = json.loads((tmp_path / "evaluation.json").read_text())["results"]
+    told = {"turns": 2, "tool_calls": 2, "tool_errors": 1, "policy_tokens": 10, "max_turns": 1 / 3, "accuracy": 2 / 3, "samples": 6}
+    assert {name: found["add"][name] for name in told} == pytest.approx(told)
+    assert found["add/accuracy"] == {"metric": 0.5}, "the environment's own"
+    assert "turns" not in found["make"] and found["make"]["max_turns"] == 0
+    assert (found["overall"]["turns"], found["overall"]["max_turns"]) == (2, 0.25), "means over episodes, and over samples"
+    header, _, *table = (line.split() for line in capsys.readouterr().out.splitlines() if line)
+    assert header[-9:] == ["turns", "tool", "errors", "truncated", "max", "turns", "tokens", "prompts", "samples"]
+    lines = {line[0]: line[-7:] for line in table[:3]}
+    assert lines["add"][:4] == ["2.00", "1.00", "0.0%", "33.3%"] and lines["make"][:4] == ["-", "-", "0.0%", "0.0%"]
+    assert lines["overall"][:4] == ["2.00", "1.00", "0.0%", "25.0%"] and len(lines) == 3
