@@ -120,6 +120,9 @@ def test_an_agents_branches_from_its_requests_to_recomputed_weights(engine: str,
     rows = Counter(zip(dumped.tensor("group").tolist(), dumped.tensor("index").tolist(), strict=True))
     told = {(sample["group"], sample["index"]): len(sample["episode"]["branches"]) + 1 for sample in run.samples(1)}
     assert rows == told and len(told) == 64
+    credit = [json.loads(line) for line in (run.folder / "credit/step_000001.jsonl").read_text().splitlines()]
+    lines = {(line["group"], line["index"], line["branch"]) for line in credit}
+    assert len(credit) == len(lines) and lines == {(*name, row) for name, count in told.items() for row in range(count)}
     assert "actor weights" in says("recompute.py", run.folder)
     assert "the ledger adds up" in says("audit.py", run.folder)
 
