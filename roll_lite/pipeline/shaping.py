@@ -71,8 +71,10 @@ class RewardShaping:
     def _with_domains(self, rows: DataProto) -> DataProto:
         number = {name: place for place, name in enumerate(self._domains)}
         domains = torch.tensor([number[str(name)] for name in rows.objects("domain")], dtype=torch.int64)
-        cut = [reason in (FinishReason.LENGTH, FinishReason.MAX_TURNS) for reason in rows.objects("finish_reason")]
-        return rows.with_columns(domain_number=domains, max_tokens=self._max_tokens[domains], truncated=torch.tensor(cut, dtype=torch.bool))
+        reasons = rows.objects("finish_reason")
+        length, turns = (torch.from_numpy(reasons == limit) for limit in (FinishReason.LENGTH, FinishReason.MAX_TURNS))
+        cut = rows.tensor("cut") if "cut" in rows else length  # older dumps lack it
+        return rows.with_columns(domain_number=domains, max_tokens=self._max_tokens[domains], truncated=length | turns, cut=cut)
 
     def state_dict(self) -> dict[str, Any]:
         return {"running": self._running.state_dict()}

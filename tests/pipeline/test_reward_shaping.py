@@ -68,6 +68,7 @@ def test_without_settings_the_reward_is_the_score_and_everything_trains() -> Non
     assert shaped.batch.rows.tensor("domain_number").tolist() == [0, 0, 2, 2, 0, 0]
     assert shaped.batch.rows.tensor("max_tokens").tolist() == [12] * 6
     assert shaped.batch.rows.tensor("truncated").tolist() == [False] * 4 + [True] * 2
+    assert shaped.batch.rows.tensor("cut").tolist() == [False] * 4 + [True] * 2
 
 
 def test_an_episode_that_used_up_its_turns_counts_as_cut() -> None:
@@ -76,6 +77,7 @@ def test_an_episode_that_used_up_its_turns_counts_as_cut() -> None:
     shaped = RewardShaping(configured("algorithm.masks.truncated=mask"))(Batch(rows))
     assert shaped.rows.tensor("truncated").tolist() == [True, False, False, False, True, True]
     assert shaped.rows.tensor("train_weight").tolist() == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert shaped.rows.tensor("cut").tolist() == [False, False, False, False, True, True], "for GAE it has ended"
     penalized = RewardShaping(configured("algorithm.masks={truncated: penalize, truncated_penalty: 0.25}"))(Batch(rows))
     assert penalized.rows.tensor("reward").tolist() == [0.75, 0.0, 1.0, 1.0, -0.25, 0.75]
 
@@ -101,6 +103,13 @@ def test_an_environments_tokens_count_for_the_overlong_penalty_only() -> None:
     assert taken.tolist() == [0.75, 0.75, 0.0, 0.0, 0.0, 1.0, 1.0]
     linear = RewardShaping(configured("algorithm.reward.length_penalty={coef: 0.5}"))(Batch(branched()))
     assert linear.rows.tensor("reward")[:2].tolist() == [0.75, 0.75]
+
+
+def test_a_row_keeps_what_the_rollout_says_of_its_end() -> None:
+    cut = torch.tensor([True, False, False, False, False, False, True])
+    shaped = RewardShaping(configured())(Batch(branched().with_columns(cut=cut)))
+    assert shaped.rows.tensor("cut").tolist() == cut.tolist()
+    assert shaped.rows.tensor("truncated").tolist() == [False] * 5 + [True] * 2
 
 
 def test_groups_of_which_no_sample_trains_are_left_out_and_still_reported() -> None:
