@@ -455,14 +455,14 @@ def credit(run: Run, step: Step) -> dict[str, dict[int, torch.Tensor]] | None:
     advantage, whiten = run.algorithm["advantage"], run.algorithm["whiten_advantages"]
     paid = {sample: kl_paid(run, step, row) for sample, row in step.rows.items()}
     found: dict[str, dict[int, torch.Tensor]]
-    if advantage["name"] == "gae" and advantage["length_adaptive"] is None and not advantage["bootstrap_truncated"]:
+    if advantage["name"] == "gae" and advantage["length_adaptive"] is None:
         lam, gamma, turns = advantage["lam"], advantage["gamma"], advantage.get("discount") == "turn"
         of_critic = lam if advantage["lam_critic"] is None else advantage["lam_critic"]
+        bootstraps = advantage["bootstrap_truncated"]
+        ends = {s: float(row["final_value"]) if bootstraps and row.columns["cut"] else 0.0 for s, row in step.rows.items()}
         found = {
-            "advantages": {sample: gae(row, paid[sample], gamma, lam, turns) for sample, row in step.rows.items()},
-            "returns": {
-                sample: gae(row, paid[sample], gamma, of_critic, turns) + row["values"] * row.mask for sample, row in step.rows.items()
-            },
+            "advantages": {s: gae(row, paid[s], ends[s], gamma, lam, turns) for s, row in step.rows.items()},
+            "returns": {s: gae(row, paid[s], ends[s], gamma, of_critic, turns) + row["values"] * row.mask for s, row in step.rows.items()},
         }
     elif advantage["name"] == "grpo":
         found = {"advantages": grpo(step, paid, advantage["normalize_std"])}
@@ -485,10 +485,11 @@ def kl_paid(run: Run, step: Step, row: Row) -> torch.Tensor:
     return coef * kl_value(old - row["ref_log_probs"], estimator) * row.mask
 
 
-def gae(row: Row, paid: torch.Tensor, gamma: float, lam: float, over_turns: bool) -> torch.Tensor:
+def gae(row: Row, paid: torch.Tensor, end: float, gamma: float, lam: float, over_turns: bool) -> torch.Tensor:
+    """`end`: value after the row's last policy token."""
     positions = row.mask.nonzero().flatten().tolist()
     values, advantages = row["values"], torch.zeros(len(row.mask), dtype=F64)
-    following_value, following = 0.0, 0.0
+    following_value, following = end, 0.0
     for place in reversed(positions):
         reward = -float(paid[place]) + (float(row["reward"]) if place == positions[-1] else 0.0)
         within = over_turns and not (place + 1 < len(row.mask) and not row.mask[place + 1])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,9 @@ class RewardRows:
     format_ok: torch.Tensor
     """float32: 1 if the domain's format pattern matches; 0 without a pattern."""
     policy_tokens: torch.Tensor
+    """int64: largest number of tokens by the policy in a training row of the sample."""
+    row_tokens: torch.Tensor
+    """int64: largest number of tokens after the prompt, by policy and environment, in a training row of the sample."""
     max_tokens: torch.Tensor
     truncated: torch.Tensor
     """bool: cut at max_tokens or max_turns."""
@@ -30,11 +33,9 @@ class RewardRows:
     """float32: weight given by the data."""
     domains: Sequence[str] = ()
 
-    COLUMNS = ("score", "correct", "format_ok", "policy_tokens", "max_tokens", "truncated", "group", "domain_number", "sample_weight")
-
     @staticmethod
     def of(columns: Mapping[str, torch.Tensor], domains: Sequence[str]) -> RewardRows:
-        return RewardRows(**{name: columns[name] for name in RewardRows.COLUMNS}, domains=tuple(domains))
+        return RewardRows(**{one.name: columns[one.name] for one in fields(RewardRows) if one.name != "domains"}, domains=tuple(domains))
 
     def __len__(self) -> int:
         return len(self.score)
@@ -49,7 +50,7 @@ def format_rewards(rows: RewardRows, bonus: Sequence[float], penalty: Sequence[f
 
 
 def length_rewards(rows: RewardRows, kind: Literal["linear", "group"], coef: float) -> np.ndarray:
-    """linear: -coef * tokens / max_tokens. group: coef times Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3)."""
+    """linear: -coef * policy tokens / max_tokens. group: coef times Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3)."""
     lengths = as_float64(rows.policy_tokens)
     if kind == "linear":
         return -coef * lengths / as_float64(rows.max_tokens)
@@ -64,9 +65,10 @@ def length_rewards(rows: RewardRows, kind: Literal["linear", "group"], coef: flo
 
 
 def overlong_rewards(rows: RewardRows, buffer_tokens: int, penalty: float) -> np.ndarray:
-    """DAPO's soft overlong punishment times `penalty` (arXiv 2503.14476, eq. 13); max_tokens is the paper's L_max."""
+    """DAPO's soft overlong punishment times `penalty` (arXiv 2503.14476, eq. 13); max_tokens is the paper's L_max. An environment's tokens
+    count too, as in max_tokens."""
     starts = as_float64(rows.max_tokens) - buffer_tokens
-    return penalty * ((starts - as_float64(rows.policy_tokens)) / buffer_tokens).clip(-1.0, 0.0)
+    return penalty * ((starts - as_float64(rows.row_tokens)) / buffer_tokens).clip(-1.0, 0.0)
 
 
 # ---------------------------------------------------------------- normalisation

@@ -4,7 +4,7 @@ column `branch`."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ class SampleRows(NamedTuple):
 
     def total(self, column: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(self.first), dtype=column.dtype).index_add(0, torch.from_numpy(self.sample), column)
+
+    def reduced(self, column: torch.Tensor, kind: Literal["amin", "amax"]) -> torch.Tensor:
+        return column[self.first].scatter_reduce(0, torch.from_numpy(self.sample), column, kind)
 
 
 def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) -> SampleRows:
@@ -61,8 +64,7 @@ def per_sample(rows: DataProto) -> DataProto:
         return rows
     columns = dict(rows.take(of.first).columns)
     columns["response_length"] = of.total(rows.tensor("response_length"))
-    for name, kind in (("min_version", "amin"), ("max_version", "amax"), ("policy_tokens", "amax")):
-        column = rows.tensor(name)
-        columns[name] = column[of.first].scatter_reduce(0, torch.from_numpy(of.sample), column, kind)
+    columns["min_version"] = of.reduced(rows.tensor("min_version"), "amin")
+    columns |= {name: of.reduced(rows.tensor(name), "amax") for name in ("max_version", "policy_tokens")}
     del columns["branch"]
     return DataProto(columns)

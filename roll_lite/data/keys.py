@@ -59,6 +59,7 @@ KEYS: dict[str, Key] = {
     # facts about a sample, one number per row
     "prompt_length": Key(Kind.ROW, torch.int64, "rollout service", "metrics"),
     "response_length": Key(Kind.ROW, torch.int64, "rollout service", "metrics: all tokens after the prompt"),
+    "cut": Key(Kind.ROW, torch.bool, "rollout service", "GAE: a token limit cut the row's last response, or left no room for another one"),
     "policy_tokens": Key(Kind.ROW, torch.int64, "rollout service", "loss weights: tokens with response_mask 1, beyond the first token"),
     "score": Key(Kind.ROW, torch.float32, "rollout service", "rewards"),
     "correct": Key(Kind.ROW, torch.float32, "rollout service", "metrics"),
@@ -68,7 +69,7 @@ KEYS: dict[str, Key] = {
     "baseline_score": Key(Kind.ROW, torch.float32, "rollout service", "ReMax: score of the greedy response to the row's prompt"),
     "max_tokens": Key(Kind.ROW, torch.int64, "driver", "rewards: the domain's limit of the response"),
     "domain_number": Key(Kind.ROW, torch.int64, "driver", "metrics: place of the domain in the configuration"),
-    "truncated": Key(Kind.ROW, torch.bool, "driver", "masks, GAE: cut at max_tokens, or at max_turns"),
+    "truncated": Key(Kind.ROW, torch.bool, "driver", "masks: cut at max_tokens, or at max_turns"),
     "reward": Key(Kind.ROW, torch.float32, "driver", "advantages: the shaped score"),
     "train_weight": Key(Kind.ROW, torch.float32, "driver", "losses, whitening: weight of the sample, 0 does not train"),
     "min_version": Key(Kind.ROW, torch.int64, "rollout service", "staleness metrics: oldest weights that sampled it"),
@@ -109,7 +110,7 @@ KEYS: dict[str, Key] = {
     "old_distribution": Key(Kind.TRANSITIONS, torch.float32, "actor_train", "full KL in the reward"),
     "old_entropy": Key(Kind.TRANSITIONS, torch.float32, "actor_train", "metrics"),
     "values": Key(Kind.TRANSITIONS, torch.float32, "critic", "GAE, value loss; entry t is the value before token t+1 is chosen"),
-    "final_value": Key(Kind.ROW, torch.float32, "critic", "GAE: value of the end of the response, for truncated ones"),
+    "final_value": Key(Kind.ROW, torch.float32, "critic", "GAE: value of the end of the row, for cut ones"),
     "advantages": Key(Kind.TRANSITIONS, torch.float32, "actor_train", "policy loss"),
     "returns": Key(Kind.TRANSITIONS, torch.float32, "actor_train", "value loss"),
 }

@@ -232,6 +232,8 @@ class Branch:
 
     segments: tuple[Segment, ...] = ()
     tokens: TokenRow | None = None
+    cut: bool = field(default=False, kw_only=True)
+    """True if a token limit cut the row's last response, or left no room for another one."""
 
     @property
     def prompt_length(self) -> int:

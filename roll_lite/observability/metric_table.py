@@ -105,7 +105,7 @@ METRICS: dict[str, Metric] = {
     # samples that do not train
     "masks/weight": by_domain(MEAN, "", "Weight of a sample in the loss; 0 for samples that do not train."),
     "masks/samples": domain_share("Samples that do not train, for any reason."),
-    "masks/truncated": domain_share("Samples masked because they were cut at max_tokens."),
+    "masks/truncated": domain_share("Samples masked because they were cut at max_tokens or max_turns."),
     "masks/group_mean": domain_share("Samples masked because their group is too easy or too hard."),
     "masks/response_tokens": domain_share("Samples masked because of their length."),
     "masks/sample_weight": domain_share("Samples with weight 0 in the data."),

@@ -20,6 +20,7 @@ from roll_lite.algorithms.rewards import Masked
 from roll_lite.algorithms.token_metrics import nearest_rank, ratio_percentiles
 from roll_lite.config.checks.algorithm import compares_groups
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.data.branches import per_sample
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
 from roll_lite.distributed.failures import RankFailed
@@ -335,7 +336,7 @@ class Journal:
             self._sums.add(f"rollout/response_length_p{percent}", float(in_order[nearest_rank(percent, len(in_order)) - 1]), label=label)
 
     def shaped(self, rows: DataProto, masked: Masked) -> None:
-        self._shaped = rows
+        self._shaped, rows = rows, per_sample(rows)
         self.ledger.masked(self._current, rows, masked)
         add, numbers = self._sums.add, rows.tensor("domain_number")
         for number, name in enumerate(self._domains):

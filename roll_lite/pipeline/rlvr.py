@@ -187,7 +187,7 @@ class RLVRPipeline:
     def shape_rewards(self, batch: Batch) -> Batch:
         """Compute rewards from scores, and mask samples that must not train."""
         shaped = self.shaping(batch)
-        self.journal.shaped(shaped.samples, shaped.masked)
+        self.journal.shaped(shaped.rows, shaped.masked)
         return shaped.batch
 
     @phase("log_probs")

@@ -34,8 +34,8 @@ from roll_lite.distributed.dataflow import Batch
 class Shaped:
     batch: Batch
     """Batch with the columns `reward` and `train_weight`, without groups in which no sample trains."""
-    samples: DataProto
-    """One row per sample, for metrics."""
+    rows: DataProto
+    """Rows of all groups, with these columns."""
     masked: Masked
 
 
@@ -52,7 +52,9 @@ class RewardShaping:
     def __call__(self, batch: Batch) -> Shaped:
         rows = self._with_domains(batch.rows)
         samples, of = per_sample(rows), sample_rows_of(rows)
-        known = RewardRows.of(samples.columns, self._domains)  # type: ignore[arg-type]
+        longest = rows.tensor("response_length")
+        longest = longest if of is None else of.reduced(longest, "amax")
+        known = RewardRows.of({**samples.columns, "row_tokens": longest}, self._domains)  # type: ignore[dict-item]
         masked = masked_samples(known, self._algorithm.masks)
         columns = {
             "reward": shape_rewards(known, masked.weights, self._algorithm, self._settings, self._running),
@@ -61,17 +63,18 @@ class RewardShaping:
         if "baseline_score" in rows:
             baseline = samples.tensor("baseline_score")
             columns["baseline_score"] = shape_baseline(baseline, known, self._algorithm.reward, self._settings)
-        samples = samples.with_columns(**columns)
         if of is not None:  # every row of a sample has the sample's reward and weight
             columns = {name: column[of.sample] for name, column in columns.items()}
         rows = rows.with_columns(**columns)
-        return Shaped(batch.with_rows(**rows.columns).take(_rows_of_training_groups(rows)), samples, masked)
+        return Shaped(batch.with_rows(**rows.columns).take(_rows_of_training_groups(rows)), rows, masked)
 
     def _with_domains(self, rows: DataProto) -> DataProto:
         number = {name: place for place, name in enumerate(self._domains)}
         domains = torch.tensor([number[str(name)] for name in rows.objects("domain")], dtype=torch.int64)
-        cut = [reason in (FinishReason.LENGTH, FinishReason.MAX_TURNS) for reason in rows.objects("finish_reason")]
-        return rows.with_columns(domain_number=domains, max_tokens=self._max_tokens[domains], truncated=torch.tensor(cut, dtype=torch.bool))
+        reasons = rows.objects("finish_reason")
+        length, turns = (torch.from_numpy(reasons == limit) for limit in (FinishReason.LENGTH, FinishReason.MAX_TURNS))
+        cut = rows.tensor("cut") if "cut" in rows else length  # older dumps lack it
+        return rows.with_columns(domain_number=domains, max_tokens=self._max_tokens[domains], truncated=length | turns, cut=cut)
 
     def state_dict(self) -> dict[str, Any]:
         return {"running": self._running.state_dict()}

@@ -171,13 +171,16 @@ class Conversation:
         self._end = record, finish_reason
 
     def transcript(self) -> Transcript:
-        record, reason = self._end or (None, None)
+        record, limit = self._end or (None, None)
         turns = [turn for _, turn in self._turns.values()]
-        reason = reason or (turns[-1].finish_reason if turns else None)
+        reason = limit or (turns[-1].finish_reason if turns else None)
+        cut = {number for number, (_, turn) in self._turns.items() if turn.finish_reason is FinishReason.LENGTH}
+        if limit is FinishReason.LENGTH:
+            cut.add(max(self._turns, default=0))
         rows = [row for row in self._rows if row.last is not None] or [_Row()]
         first, text = rows[0], "\n".join(turn.text for turn in turns)
-        branches = tuple(Branch(row.segments, row.tokens) for row in rows[1:])
-        return Transcript(first.segments, first.tokens, text, reason, record, branches)
+        branches = tuple(Branch(row.segments, row.tokens, cut=row.last in cut) for row in rows[1:])
+        return Transcript(first.segments, first.tokens, text, reason, record, branches, cut=first.last in cut)
 
     def _request(
         self, token_ids: tuple[int, ...], row: _Row, number: int, after: int | None, most: int, stop: Sequence[str]

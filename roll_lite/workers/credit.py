@@ -53,7 +53,7 @@ def credit_columns(algorithm: AlgorithmConfig) -> Columns:
         reads += ["old_distribution", "ref_distribution"] if full else [*_old_column(algorithm), "ref_log_probs"]
     reads += ESTIMATOR_READS.get(algorithm.advantage.name, ())
     if algorithm.advantage.parameters.get("bootstrap_truncated"):
-        reads.append("final_value")
+        reads += ["cut", "final_value"]
     if_there = ("index", "branch", "turn_rewards", "ref_log_probs", "values", *_old_column(algorithm))
     return Columns(tuple(dict.fromkeys(reads)), if_there, writes=("advantages", "returns"))
 
@@ -216,7 +216,7 @@ def _gae(
     columns = task.columns
     of_actor = lam if length_adaptive is None else formulas.length_adaptive_lambda(task.policy_tokens, length_adaptive)
     of_critic = lam if lam_critic is None else lam_critic
-    bootstrap = torch.where(columns["truncated"].bool(), columns["final_value"], 0.0) if bootstrap_truncated else None
+    bootstrap = torch.where(columns["cut"].bool(), columns["final_value"], 0.0) if bootstrap_truncated else None
     rewards, of_rows = task.dense_rewards, (of_actor, of_critic, bootstrap, task.last_token_reward)
     return formulas.gae(rewards, columns["values"], task.mask, gamma, *of_rows, task.whitening, discount == "turn")
 

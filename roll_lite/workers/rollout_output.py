@@ -54,6 +54,7 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
         "finish_reason": object_column(str(sample.transcript.finish_reason) for sample in samples),
         "prompt_length": _whole(row.prompt_length for row in rows),
         "response_length": _whole(row.response_length for row in rows),
+        "cut": torch.tensor([row.cut for row in rows], dtype=torch.bool),
         "policy_tokens": _whole(row.policy_tokens for row in rows),
         "score": torch.tensor([score.value for score in scores], dtype=torch.float32),
         "correct": torch.tensor([float(score.is_correct) for score in scores], dtype=torch.float32),

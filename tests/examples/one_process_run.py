@@ -87,7 +87,7 @@ def rollouts(actor: Any, config: RunConfig, generator: torch.Generator) -> Batch
         "prompt_uid": numbers // GROUP,
         "epoch": torch.zeros(SAMPLES, dtype=torch.int64),
         "domain": object_column([domains[number // GROUP % len(domains)] for number in range(SAMPLES)]),
-        "finish_reason": object_column(["stop"] * SAMPLES),
+        "finish_reason": object_column(["stop", "length"] * (SAMPLES // 2)),
         "prompt_length": torch.full((SAMPLES,), PROMPT),
         "response_length": lengths - PROMPT,
         "policy_tokens": lengths - PROMPT,

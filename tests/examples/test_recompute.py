@@ -36,6 +36,7 @@ PPO = [
     f"actor_train.optimizer={SCHEDULE}",
     f"critic.optimizer={OF_CRITIC}",
     "algorithm.critic_warmup_steps=1",
+    "algorithm.advantage.bootstrap_truncated=true",
     "algorithm.kl_in_reward={coef: 0.05, estimator: k1, controller: {name: adaptive, target: 0.01, horizon: 50}}",
     "algorithm.kl_in_loss={coef: 0.1, estimator: k3}",
     "algorithm.entropy_coef=0.001",

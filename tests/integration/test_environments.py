@@ -120,6 +120,9 @@ def test_an_agents_branches_from_its_requests_to_recomputed_weights(engine: str,
     rows = Counter(zip(dumped.tensor("group").tolist(), dumped.tensor("index").tolist(), strict=True))
     told = {(sample["group"], sample["index"]): len(sample["episode"]["branches"]) + 1 for sample in run.samples(1)}
     assert rows == told and len(told) == 64
+    credit = [json.loads(line) for line in (run.folder / "credit/step_000001.jsonl").read_text().splitlines()]
+    lines = {(line["group"], line["index"], line["branch"]) for line in credit}
+    assert len(credit) == len(lines) and lines == {(*name, row) for name, count in told.items() for row in range(count)}
     assert "actor weights" in says("recompute.py", run.folder)
     assert "the ledger adds up" in says("audit.py", run.folder)
 
@@ -190,6 +193,7 @@ def test_branches_with_a_critic_and_their_replay(sequence: str, tmp_path: Path) 
     """Recomputed by plain transformers, and repeated from their dump with the same weights bit for bit."""
     require("vllm")
     settings = (*BRANCHES, "rollout.samples_per_prompt=4", f"algorithm.sequence={sequence}", "algorithm.critic_warmup_steps=0", "steps=2")
+    settings += ("algorithm.advantage.bootstrap_truncated=true",)
     chosen = (*SMALL[:-1], "~domains.add.reward", AGENT, *settings, EPS, "critic.optimizer.eps=1e-6")
     with Run(tmp_path / "whole", "tiny_ppo", *chosen, "rollout.dump=true", "batches.write=always") as run:
         code, output = run.finish(500)

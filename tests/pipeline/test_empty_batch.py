@@ -51,7 +51,7 @@ def test_an_empty_batch_goes_through_the_step_up_to_the_training(recipe: str, tm
     with journal.step(1):
         journal.rollouts(batch.rows, stats, 0, {})
         shaped = RewardShaping(config)(batch)
-        journal.shaped(shaped.samples, shaped.masked)
+        journal.shaped(shaped.rows, shaped.masked)
     assert len(shaped.batch) == 0
     (record,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert record["rollout/filtered_groups"] == 9 and record["rollout/samples"] == 0

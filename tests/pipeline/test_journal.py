@@ -19,9 +19,11 @@ from roll_lite.algorithms.token_metrics import BINS
 from roll_lite.config.loading import load_config
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, SampleOutcome, Score, Transcript
+from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.observability.timers import Span
 from roll_lite.pipeline.journal import SOLVED, Journal
+from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.scheduler.stats import DomainStats, Recorder, RolloutStats
 from roll_lite.workers.actor import CreditReport
 from roll_lite.workers.model import Update
@@ -287,9 +289,6 @@ def test_every_row_is_written_with_its_reward_and_advantage(journal: Journal, tm
         journal.credit([report], 0.0)
     with journal.step(5):
         journal.shaped(rows, Masked(rows.tensor("train_weight"), {}))
-    with journal.step(6):
-        journal.shaped(rows.with_columns(branch=torch.tensor([0, 1, 0])), Masked(rows.tensor("train_weight"), {}))
-    assert [line["branch"] for line in records(tmp_path, "credit/step_000006.jsonl")] == [0, 1, 0]
     first, second, third = records(tmp_path, "credit/step_000004.jsonl")
     assert first == {
         "step": 4, "domain": "add", "group": 7, "index": 0, "prompt_uid": 5, "epoch": 0,
@@ -297,6 +296,36 @@ def test_every_row_is_written_with_its_reward_and_advantage(journal: Journal, tm
     }  # fmt: skip
     assert (second["index"], second["advantage"], third["group"], third["advantage"]) == (2, -0.5, 3, None)
     assert [line["advantage"] for line in records(tmp_path, "credit/step_000005.jsonl")] == [None] * 3, "where nothing trains"
+
+
+def test_every_row_of_an_agents_sample_is_written_and_metrics_count_samples(journal: Journal, tmp_path: Path) -> None:
+    """The step's own way from a batch to the journal. The first of four samples has two rows; the second group's mean of 1 masks it."""
+    numbers = {
+        "sample": [0, 1, 2, 3, 4],
+        "group": [7, 7, 7, 3, 3],
+        "index": [0, 0, 1, 0, 1],
+        "branch": [0, 1, 0, 0, 0],
+        "prompt_uid": [5, 5, 5, 6, 6],
+        "epoch": [0] * 5,
+        "policy_tokens": [3, 6, 4, 5, 5],
+        "response_length": [3, 9, 4, 5, 5],
+        "min_version": [1] * 5,
+        "max_version": [1] * 5,
+    }
+    rows = {name: torch.tensor(values) for name, values in numbers.items()}
+    rows |= {"score": torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]), "format_ok": torch.zeros(5), "sample_weight": torch.ones(5)}
+    rows |= {"correct": rows["score"], "domain": object_column(["add"] * 5), "finish_reason": object_column(["stop"] * 5)}
+    config = load_config("tiny_grpo", ROOT / "examples/configs", ["algorithm.masks.group_mean=[0.4,0.6]"])
+    pipeline = RLVRPipeline(config, None, None, journal, None, None)  # type: ignore[arg-type]
+    with journal.step(1):
+        trained = pipeline.shape_rewards(Batch(DataProto(rows)))
+        journal.credit([CreditReport(None, {}, {}, {0: 0.5, 1: 0.25, 2: -0.5})], 0.0)  # type: ignore[arg-type]
+    assert trained.rows.tensor("sample").tolist() == [0, 1, 2]
+    lines = records(tmp_path, "credit/step_000001.jsonl")
+    told = [[line[name] for name in ("group", "index", "branch", "policy_tokens", "train_weight", "advantage")] for line in lines]
+    assert told == [[7, 0, 0, 3, 1, 0.5], [7, 0, 1, 6, 1, 0.25], [7, 1, 0, 4, 1, -0.5], [3, 0, 0, 5, 0, None], [3, 1, 0, 5, 0, None]]
+    (record,) = records(tmp_path)
+    assert (record["reward/shaped"], record["masks/samples"], record["masks/group_mean"]) == (0.75, 0.5, 0.5)
 
 
 def test_terms_of_a_reward_are_told_beside_the_sum(journal: Journal, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.data.branches import per_sample
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.pipeline.shaping import RewardShaping
@@ -39,9 +40,25 @@ def batch() -> Batch:
                 "format_ok": torch.zeros(6),
                 "sample_weight": torch.ones(6),
                 "policy_tokens": torch.tensor([3, 4, 5, 6, 12, 12]),
+                "response_length": torch.tensor([3, 4, 5, 6, 12, 12]),
             }
         )
     )
+
+
+def branched() -> DataProto:
+    """The rows of `batch`; the first sample has a second row, in which an environment wrote 5 of 11 tokens."""
+    rows = batch().rows
+    further = {
+        "sample": torch.arange(7),
+        "index": torch.tensor([0, 0, 1, 0, 1, 0, 1]),
+        "branch": torch.tensor([0, 1, 0, 0, 0, 0, 0]),
+        "policy_tokens": torch.tensor([3, 6, 4, 5, 6, 12, 12]),
+        "response_length": torch.tensor([3, 11, 4, 5, 6, 12, 12]),
+        "min_version": torch.tensor([4, 2, 4, 4, 4, 4, 4]),
+        "max_version": torch.tensor([4, 5, 4, 4, 4, 4, 4]),
+    }
+    return DataProto({name: rows[name][[0, 0, 1, 2, 3, 4, 5]] for name in rows.keys()} | further)  # noqa: SIM118
 
 
 def test_without_settings_the_reward_is_the_score_and_everything_trains() -> None:
@@ -51,45 +68,54 @@ def test_without_settings_the_reward_is_the_score_and_everything_trains() -> Non
     assert shaped.batch.rows.tensor("domain_number").tolist() == [0, 0, 2, 2, 0, 0]
     assert shaped.batch.rows.tensor("max_tokens").tolist() == [12] * 6
     assert shaped.batch.rows.tensor("truncated").tolist() == [False] * 4 + [True] * 2
+    assert shaped.batch.rows.tensor("cut").tolist() == [False] * 4 + [True] * 2
 
 
 def test_an_episode_that_used_up_its_turns_counts_as_cut() -> None:
     """It is masked, or penalized, as a response at its token limit is."""
     rows = batch().rows.with_columns(finish_reason=object_column(["max_turns", "stop", "stop", "stop", "length", "length"]))
     shaped = RewardShaping(configured("algorithm.masks.truncated=mask"))(Batch(rows))
-    assert shaped.samples.tensor("truncated").tolist() == [True, False, False, False, True, True]
-    assert shaped.samples.tensor("train_weight").tolist() == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert shaped.rows.tensor("truncated").tolist() == [True, False, False, False, True, True]
+    assert shaped.rows.tensor("train_weight").tolist() == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert shaped.rows.tensor("cut").tolist() == [False, False, False, False, True, True], "for GAE it has ended"
     penalized = RewardShaping(configured("algorithm.masks={truncated: penalize, truncated_penalty: 0.25}"))(Batch(rows))
-    assert penalized.samples.tensor("reward").tolist() == [0.75, 0.0, 1.0, 1.0, -0.25, 0.75]
+    assert penalized.rows.tensor("reward").tolist() == [0.75, 0.0, 1.0, 1.0, -0.25, 0.75]
 
 
 def test_all_rows_of_a_sample_have_its_reward_and_count_once() -> None:
     """The first sample has two rows, of 3 and 6 tokens, the others one. Penalties: 0.5 * tokens of the longest row / 12. The mean of 7's
     group is 0.5 still."""
-    rows = batch().rows
-    branched = {name: rows[name][[0, 0, 1, 2, 3, 4, 5]] for name in rows.keys()}  # noqa: SIM118
-    branched |= {
-        "sample": torch.arange(7),
-        "index": torch.tensor([0, 0, 1, 0, 1, 0, 1]),
-        "branch": torch.tensor([0, 1, 0, 0, 0, 0, 0]),
-        "policy_tokens": torch.tensor([3, 6, 4, 5, 6, 12, 12]),
-        "response_length": torch.tensor([3, 6, 4, 5, 6, 12, 12]),
-        "min_version": torch.tensor([4, 2, 4, 4, 4, 4, 4]),
-        "max_version": torch.tensor([4, 5, 4, 4, 4, 4, 4]),
-    }
     penalty = "algorithm.reward.length_penalty={name: linear, coef: 0.5}"
-    shaped = RewardShaping(configured(penalty, "algorithm.masks.group_mean=[0.4,0.6]"))(Batch(DataProto(branched)))
+    shaped = RewardShaping(configured(penalty, "algorithm.masks.group_mean=[0.4,0.6]"))(Batch(branched()))
     found = shaped.batch.rows
     assert found.tensor("sample").tolist() == [0, 1, 2, 5, 6], "groups 7 and 5, with all their rows"
     assert found.tensor("reward")[:3].tolist() == pytest.approx([1 - 0.25, 1 - 0.25, -0.5 * 4 / 12])
-    assert len(shaped.samples) == 6 and shaped.samples.tensor("policy_tokens")[0] == 6 and shaped.samples.tensor("response_length")[0] == 9
-    assert (shaped.samples.tensor("min_version")[0], shaped.samples.tensor("max_version")[0]) == (2, 5)
+    samples = per_sample(shaped.rows)
+    assert len(samples) == 6 and samples.tensor("policy_tokens")[0] == 6 and samples.tensor("response_length")[0] == 14
+    assert (samples.tensor("min_version")[0], samples.tensor("max_version")[0]) == (2, 5)
+
+
+def test_an_environments_tokens_count_for_the_overlong_penalty_only() -> None:
+    """max_tokens is 12, the buffer 4: the penalty begins at 8. The first sample has 11 tokens, 6 of them the policy's; the last two have
+    12. The linear penalty takes 0.5 * 6 / 12 for the first."""
+    overlong = RewardShaping(configured("algorithm.reward.overlong={buffer_tokens: 4}"))(Batch(branched()))
+    taken = overlong.rows.tensor("score") - overlong.rows.tensor("reward")
+    assert taken.tolist() == [0.75, 0.75, 0.0, 0.0, 0.0, 1.0, 1.0]
+    linear = RewardShaping(configured("algorithm.reward.length_penalty={coef: 0.5}"))(Batch(branched()))
+    assert linear.rows.tensor("reward")[:2].tolist() == [0.75, 0.75]
+
+
+def test_a_row_keeps_what_the_rollout_says_of_its_end() -> None:
+    cut = torch.tensor([True, False, False, False, False, False, True])
+    shaped = RewardShaping(configured())(Batch(branched().with_columns(cut=cut)))
+    assert shaped.rows.tensor("cut").tolist() == cut.tolist()
+    assert shaped.rows.tensor("truncated").tolist() == [False] * 5 + [True] * 2
 
 
 def test_groups_of_which_no_sample_trains_are_left_out_and_still_reported() -> None:
     shaped = RewardShaping(configured("algorithm.masks.truncated=mask", "algorithm.masks.group_mean=[0.1,0.9]"))(batch())
     assert shaped.batch.rows.tensor("sample").tolist() == [0, 1]
-    assert len(shaped.samples) == 6
+    assert len(shaped.rows) == 6
     assert shaped.masked.causes["truncated"].tolist() == [False] * 4 + [True] * 2
     assert shaped.masked.causes["group_mean"].tolist() == [False, False, True, True, False, False]
 

@@ -83,6 +83,13 @@ def test_overlong_punishment_is_dapos(length: int, punishment: float) -> None:
     assert shaped(rows, overlong={"buffer_tokens": 20, "penalty": 2.0}) == pytest.approx([2 * punishment, 1.0])
 
 
+def test_a_response_cut_with_its_tools_output_pays_the_whole_overlong_penalty() -> None:
+    """40 tokens of the policy and 60 of a tool reach max_tokens 100; the linear penalty takes 0.5 * 40 / 100."""
+    rows = make_rows([1.0, 1.0], policy_tokens=[40, 40], row_tokens=[100, 90])
+    assert shaped(rows, overlong={"buffer_tokens": 20}) == [0.0, 0.5]
+    assert shaped(rows, length_penalty={"coef": 0.5}) == pytest.approx([0.8, 0.8])
+
+
 def test_truncated_responses_pay_their_penalty_only_where_asked_for() -> None:
     rows = make_rows([1.0, 1.0], truncated=[True, False])
     assert shaped(rows, masks=MasksConfig(truncated="penalize", truncated_penalty=0.75)) == [0.25, 1.0]

@@ -79,6 +79,7 @@ def many_rows(count: int = 24, width: int = 17) -> MicroBatch:
         "final_value": torch.randn(count, generator=generator),
         "baseline_score": torch.randn(count, generator=generator),
         "input_ids": torch.randint(0, 2, (count, width + 1), generator=generator),
+        "cut": torch.rand(count, generator=generator) < 0.3,
     }
     return MicroBatch(rows | tokens | distributions, mask)
 
@@ -89,7 +90,7 @@ def part(rows: MicroBatch, start: int, stop: int) -> MicroBatch:
 
 def empty_rows() -> MicroBatch:
     """What a rank without rows has: row columns [0] and token columns [0, 1], all of them float; no distributions."""
-    row_columns = ("reward", "group", "train_weight", "truncated", "final_value", "baseline_score")
+    row_columns = ("reward", "group", "train_weight", "truncated", "cut", "final_value", "baseline_score")
     token_columns = ("values", "old_log_probs", "ref_log_probs")
     columns = {name: torch.zeros(0) for name in row_columns} | {name: torch.zeros(0, 1) for name in token_columns}
     columns["input_ids"] = torch.zeros(0, 2, dtype=torch.int64)
@@ -231,6 +232,57 @@ def test_a_sample_in_several_rows_gets_the_advantage_of_the_sample_in_one(advant
     assert metrics[0]["credit/reward#0"] == pytest.approx(metrics[1]["credit/reward#0"])
 
 
+def in_branches(rewards: list[float], masks: list[list[int]], index: list[int], branch: list[int], **columns: torch.Tensor) -> MicroBatch:
+    return make_rows(rewards, masks, index=torch.tensor(index), branch=torch.tensor(branch), **columns)
+
+
+def test_each_row_of_a_sample_ends_with_its_reward_by_hand() -> None:
+    """Sample 0, reward 1, has rows of 2 and 1 tokens, sample 1, reward 0.5, has one of 2. Gamma 0.5."""
+    rows = in_branches([1.0, 1.0, 0.5], [[1, 1], [1, 0], [1, 1]], [0, 0, 1], [0, 1, 0])
+    credit = assign_credit(rows, 0, algorithm({"name": "reinforce", "gamma": 0.5}), 0.0, alone)
+    assert credit.advantages.tolist() == [[0.5, 1.0], [1.0, 0.0], [0.25, 0.5]]
+    assert credit.rewards_per_row.tolist() == [1.0, 0.0, 0.5]
+
+
+WHITENED = ["reinforce", "reinforce_plus_plus", "reinforce_plus_plus-group", "grpo", "rloo", "opo", "gpg"]
+
+
+@pytest.mark.parametrize("name", WHITENED)
+def test_branches_weigh_no_more_in_baselines_and_whitening_by_hand(name: str) -> None:
+    """Samples 0 and 1 with rewards 1 and 0; sample 0 has rows of 2 and 1 tokens, sample 1 one token. Baselines take samples: the group's
+    mean is 0.5, and of three rows it would be 2/3. Every estimator gives the tokens a, a, a, b with a > b. Whitening takes tokens: with
+    a = 0.5, b = -0.5 the mean is 0.25, the variance (3 * 0.0625 + 0.5625) / 3 = 0.25: 0.5, 0.5, 0.5, -1.5."""
+    name, _, baseline = name.partition("-")
+    config = algorithm({"name": name} | ({"baseline": baseline} if baseline else {}), whiten=True)
+    rows = in_branches([1.0, 1.0, 0.0], [[1, 1], [1, 0], [1, 0]], [0, 0, 1], [0, 1, 0])
+    for parts in ([rows], [part(rows, 0, 1), part(rows, 1, 3)]):
+        found = on_ranks(parts, lambda mine, rank, gather: assign_credit(mine, rank, config, 0.0, gather))
+        advantages = torch.cat([credit.advantages for credit in found])
+        torch.testing.assert_close(advantages, torch.tensor([[0.5, 0.5], [0.5, 0.0], [-1.5, 0.0]]), rtol=1e-5, atol=1e-5)
+
+
+def test_reinforce_plus_plus_takes_the_mean_of_samples_by_hand() -> None:
+    """Two groups, so that the baseline shows after whitening. Group 0: sample 0 has reward 1 and two rows, sample 1 has 0: mean 0.5.
+    Group 1: rewards 3, 1: mean 2. Returns 0.5, 0.5, -0.5, 1, -1: mean 0.1, variance (2 * 0.16 + 0.36 + 0.81 + 1.21) / 4 = 0.675."""
+    rows = in_branches([1.0, 1.0, 0.0, 3.0, 1.0], [[1]] * 5, [0, 0, 1, 0, 1], [0, 1, 0, 0, 0], group=torch.tensor([0, 0, 0, 1, 1]))
+    found = assign_credit(rows, 0, algorithm({"name": "reinforce_plus_plus", "baseline": "group"}), 0.0, alone).advantages
+    expected = (torch.tensor([0.5, 0.5, -0.5, 1.0, -1.0]) - 0.1) / 0.675**0.5
+    torch.testing.assert_close(found.flatten(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gigpo_compares_samples_once_and_each_response_once_by_hand() -> None:
+    """Prompt 7, responses of one token, the environment answers 8. Sample 0, reward 1: a row of two responses; a retry of the second, whose
+    row has 7, 1, 8 as context; a retry of the first. Sample 1, reward 0: two responses. Episodes: mean 0.5 of two samples, so 0.5 and
+    -0.5. Gamma 0.5: returns (0.5, 1), (1), (1), (0, 0). Text 7 is answered three times, with 0.5, 1 and 0: mean 0.5. Text 8 twice, with 1
+    and 0: mean 0.5. The context is a text of its own. Step weight 2."""
+    ids = torch.tensor([[7, 1, 8, 3], [7, 1, 8, 2], [7, 6, 0, 0], [7, 5, 8, 4]])
+    masks = [[1, 0, 1], [0, 0, 1], [1, 0, 0], [1, 0, 1]]
+    rows = in_branches([1.0, 1.0, 1.0, 0.0], masks, [0, 0, 0, 1], [0, 1, 2, 0], input_ids=ids)
+    config = algorithm({"name": "gigpo", "gamma": 0.5, "step_weight": 2.0, "normalize_std": False})
+    expected = torch.tensor([[0.5, 0.0, 1.5], [0.0, 0.0, 0.5], [1.5, 0.0, 0.0], [-1.5, 0.0, -1.5]])
+    torch.testing.assert_close(assign_credit(rows, 0, config, 0.0, alone).advantages, expected)
+
+
 @pytest.mark.parametrize("advantage", ESTIMATORS, ids=lambda config: "-".join(str(value) for value in config.values()))
 def test_rows_that_do_not_train_stay_out_of_whitening(advantage: dict[str, Any]) -> None:
     rows = many_rows()
@@ -319,10 +371,12 @@ def test_full_kl_in_the_reward_by_hand() -> None:
 
 def test_gae_options_reach_the_recurrence_by_hand() -> None:
     # gamma 1, values 0.2, 0.4, reward 1. Row 0 ended: deltas 0.2 and 0.6. Row 1 was cut: its end is worth 0.5: deltas 0.2 and 1.1.
+    # Both are rows of one sample, which is truncated.
     # alpha 1, two tokens: lambda 1/2: first advantages 0.5 and 0.75. Targets with lambda 1: 0.2 + 0.8 and 0.2 + 1.3.
     values = torch.tensor([[0.2, 0.4], [0.2, 0.4]])
-    cut = {"truncated": torch.tensor([False, True]), "final_value": torch.tensor([9.0, 0.5])}
-    rows = make_rows([1.0, 1.0], [[1, 1], [1, 1]], values=values, **cut)
+    ends = {"truncated": torch.tensor([True, True]), "cut": torch.tensor([False, True]), "final_value": torch.tensor([9.0, 0.5])}
+    branches = {"index": torch.tensor([0, 0]), "branch": torch.tensor([0, 1])}
+    rows = make_rows([1.0, 1.0], [[1, 1], [1, 1]], values=values, **ends, **branches)
     config = {"name": "gae", "gamma": 1.0, "length_adaptive": 1.0, "lam_critic": 1.0, "bootstrap_truncated": True}
     credit = assign_credit(rows, 0, algorithm(config), 0.0, alone)
     torch.testing.assert_close(credit.advantages, torch.tensor([[0.5, 0.6], [0.75, 1.1]]))

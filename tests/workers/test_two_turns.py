@@ -16,10 +16,22 @@ from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, padded
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.proto import DataProto
-from roll_lite.data.samples import Author, GenerationRequest, Prompt, RewardInput, SampleOutcome, Sampling, Score, Segment, VersionSpan
+from roll_lite.data.samples import (
+    Author,
+    EpisodeRecord,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    RewardInput,
+    SampleOutcome,
+    Sampling,
+    Score,
+    Segment,
+    VersionSpan,
+)
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.router import Router
-from roll_lite.scheduler.runner import Conversation, Episode
+from roll_lite.scheduler.runner import Conversation, Episode, one_response
 from roll_lite.scheduler.service import RolloutResult, RolloutService
 from roll_lite.scheduler.supply import Asynchronous, OnSync, Pacing
 from roll_lite.simulator.clock import run_virtual
@@ -195,6 +207,30 @@ def test_max_tokens_holds_for_all_turns_together() -> None:
     result = run_virtual(rollout(until_full, max_tokens=8, script=noting))
     assert [sample.transcript.response_length for sample in result.groups[0].samples] == [7, 8]
     assert asked == [8, 8, 4, 4, 1]
+
+
+@pytest.mark.parametrize("limit", [None, FinishReason.STOP, FinishReason.MAX_TURNS, FinishReason.LENGTH])
+def test_each_row_says_whether_a_token_limit_cut_it(limit: FinishReason | None) -> None:
+    """An agent's responses of 2 tokens. Two conversations are cut at 1: the first goes on and stops, the second ends so. The third stops;
+    its row is cut only if no room is left after it."""
+
+    async def three_conversations(prompt: Prompt, conversation: Conversation) -> None:
+        await conversation.respond(prompt.token_ids, 0, most=1)
+        await conversation.respond(prompt.token_ids, 1, most=1)
+        await conversation.respond(OBSERVATION, 2, 0)
+        await conversation.respond(prompt.token_ids, 3)
+        conversation.end(EpisodeRecord(), limit)
+
+    result = run_virtual(rollout(three_conversations, script=lambda _: Response(2)))
+    assert [sample.transcript.finish_reason for sample in result.groups[0].samples] == [limit or FinishReason.STOP] * 2
+    rows = rows_of(result.groups, {"toy": 1.0})
+    assert rows.tensor("cut").tolist() == [False, True, limit is FinishReason.LENGTH] * 2
+    assert rows.tensor("response_length").tolist() == [5, 1, 2] * 2
+
+
+def test_a_single_response_is_cut_at_max_tokens() -> None:
+    result = run_virtual(rollout(one_response, max_tokens=2, script=lambda _: Response(3)))
+    assert rows_of(result.groups, {"toy": 1.0}).tensor("cut").tolist() == [True, True]
 
 
 def test_a_time_out_in_the_second_turn_keeps_both() -> None:

@@ -86,13 +86,13 @@ class RewardNormalizationConfig(Section):
 class LengthPenaltyConfig(Section):
     name: Literal["linear", "group"] = "linear"
     """linear: subtract coef * tokens / max_tokens. group: add coef/2 for the group's shortest response, falling linearly to -coef/2 for its
-    longest; incorrect samples get at most 0."""
+    longest; incorrect samples get at most 0. Only the policy's tokens count."""
     coef: PositiveFloat
     """Strength of the penalty."""
 
 
 class OverlongConfig(Section):
-    """DAPO's soft overlong punishment, for responses near max_tokens."""
+    """DAPO's soft overlong punishment, for responses near max_tokens. All tokens after the prompt count, also the environment's."""
 
     buffer_tokens: PositiveInt
     """Tokens before max_tokens over which the penalty grows linearly."""

@@ -26,7 +26,7 @@ class GaeAdvantageConfig(Section):
     length_adaptive: PositiveFloat | None = None
     """Replace lam by max(0, 1 - 1 / (length_adaptive * l)) for responses of l tokens."""
     bootstrap_truncated: bool = False
-    """Bootstrap truncated responses with the critic's value at their end, not 0."""
+    """Bootstrap responses cut at a token limit with the critic's value at their end, not 0. max_turns is no such limit."""
 
 
 class GrpoAdvantageConfig(Section):
