@@ -60,14 +60,20 @@ def flush(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def replacing(path: Path, has_other_writers: bool = True) -> Iterator[Path]:
-    """Replace a file atomically. The block writes a draft, whose path is yielded; the draft replaces `path` at the block's end.
+    """Replace a file atomically. The block writes a draft, whose path is yielded; the draft replaces `path` at the block's end. If the
+    block fails, the draft is removed: on a full disk, its space is needed to record the end of the run.
 
     `has_other_writers`: if other processes may write the file too, each writes its own draft. Otherwise all drafts have one name, and a
     draft that a killed process left is overwritten.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.partial" if has_other_writers else f"{path.name}.partial")
-    yield draft
-    draft.replace(path)
+    try:
+        yield draft
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):  # the block's error counts
+            draft.unlink()
+        raise
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -176,6 +182,11 @@ def unreadable(path: Path, error: Exception) -> ValueError:
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     shown = ascii(str(path))[1:-1]
     return ValueError(f"{shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '...'} cannot be read: {reason}")
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes of a folder's disk. A missing folder counts as its nearest existing parent."""
+    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
 
 
 def elsewhere(path: Path) -> str:

@@ -74,18 +74,26 @@ class Tracker(ABC):
 
 
 class JsonlTracker(Tracker):
-    """Writes `metrics.jsonl`: one flushed object per call. NaN and infinities become null."""
+    """Writes `metrics.jsonl`: one object per call. NaN and infinities become null."""
 
     def __init__(self, run: TrackedRun) -> None:
-        self._file = (run.folder / METRICS_FILE).open("a", encoding="utf-8")
+        self._path = run.folder / METRICS_FILE
+        self._path.touch()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         record = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        left = f"{json.dumps(record, allow_nan=False)}\n".encode()
+        with self._path.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:  # the disk may be full: no part of a line stays
+                file.truncate(before)
+                raise
 
     def close(self, exit_state: str = "completed") -> None:
-        self._file.close()
+        pass
 
 
 class TensorBoardTracker(Tracker):
@@ -132,7 +140,8 @@ class HistoryTracker(Tracker):
 
 
 class Trackers(Tracker):
-    """Several trackers as one. A tracker that fails is dropped, and the run continues."""
+    """Several trackers as one. A tracker that fails is dropped, and the run continues; only a failure of `metrics.jsonl`, which is part of
+    the run's record, ends the run."""
 
     def __init__(self, trackers: Sequence[Tracker], tell: Callable[[str], None] = lambda _: None) -> None:
         self._trackers = list(trackers)
@@ -173,6 +182,8 @@ class Trackers(Tracker):
             try:
                 call(tracker)
             except Exception as error:  # a process edge: a service or a user's code may fail in any way; the failure is reported
+                if isinstance(tracker, JsonlTracker):
+                    raise RuntimeError(f"{METRICS_FILE} cannot be written: {error}") from error
                 failed = f"{type(tracker).__name__} failed and gets {f'no {extra}' if extra else 'nothing more'}"
                 self._tell(f"{failed}: {type(error).__name__}: {error}")
                 if extra:

@@ -210,7 +210,7 @@ class Starter:
         config, role = self.config, self.config.actor_infer
         engines, joining = self.engines()
         weights = None
-        follows_drains = not (role.offload or config.deterministic)
+        follows_drains = role.restarts > 0 and not (role.offload or config.deterministic)
         restarts = EngineRestarts(engines, rollouts, role.restarts, journal, joining, follows_drains, config.limits.start or None)
         if trains(config):
             sizes = (

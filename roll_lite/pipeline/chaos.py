@@ -8,9 +8,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 
 import psutil
 import ray
+from ray.exceptions import RayError
 
 from roll_lite.config.schema.run import ChaosConfig
 from roll_lite.distributed.place import MEMBER_ROLES, Place, member_places, node_addresses, on_node
@@ -69,17 +71,19 @@ class Chaos:
     def __init__(self, config: ChaosConfig, say: Callable[[str], None]) -> None:
         self._config = config
         self._say = say
-        self._draw = random.Random(config.seed)
         self._left = config.most
-        self._next = time.monotonic() + self._gap()
+        self._numbers = count()
+        self._next = time.monotonic()
+        self._plan_next()
         self._never_cut = nodes_never_cut() if "cut" in config.actions else set[str]()
 
     def tick(self) -> None:
         """Cause a fault if one is due. The driver's wait loops call this about once a second."""
         if self._left == 0 or time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + self._gap()
-        (action,) = self._draw.choices(list(self._config.actions), list(self._config.actions.values()))
+        draw = self._draw
+        self._plan_next()
+        (action,) = draw.choices(list(self._config.actions), list(self._config.actions.values()))
         victims = [
             (group.name, rank, pulse.place)
             for group in sorted(WATCH.groups, key=lambda group: group.name)
@@ -88,19 +92,22 @@ class Chaos:
             if pulse.place is not None and rank not in group.lost and not (action == "cut" and pulse.place.node in self._never_cut)
         ]
         if MEMBER_TARGETS.intersection(self._config.targets):
-            members = [member for member in member_places() if member[0] in self._config.targets]
-            victims += [one for one in members if not (action == "cut" and one[2].node in self._never_cut)]
+            with suppress(RayError):  # Ray is busy, as after a fault
+                members = [member for member in member_places() if member[0] in self._config.targets]
+                victims += [one for one in members if not (action == "cut" and one[2].node in self._never_cut)]
         if not victims:
             return
-        role, rank, place = victims[self._draw.randrange(len(victims))]
+        role, rank, place = victims[int(draw.random() * len(victims))]
         self._left = None if self._left is None else self._left - 1
         cut = action == "cut"
         whom = f"its node {place.address} for {self._config.cut_s:g} s" if cut else f"process {place.pid} or one that it started"
         self._say(f"chaos: {action} of {role} rank {rank}, {whom}")
-        on(place.node, strike).remote(place, action, self._draw.random(), self._config.cut_s if cut else self._config.slow_s)
+        on(place.node, strike).remote(place, action, draw.random(), self._config.cut_s if cut else self._config.slow_s)
 
-    def _gap(self) -> float:
-        return self._draw.expovariate(1 / self._config.every_s)
+    def _plan_next(self) -> None:
+        """Draw the time of the next fault. Every fault has its own generator, so its time and kind do not depend on who is alive."""
+        self._draw = random.Random(f"{self._config.seed} {next(self._numbers)}")
+        self._next += self._draw.expovariate(1 / self._config.every_s)
 
 
 def nodes_never_cut() -> set[str]:

@@ -17,7 +17,19 @@ import ray
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import RefreshConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.files import FileRecord, StoreUnreachable, download, first_line, flush, is_local, keep_only, reaching, record, upload
+from roll_lite.files import (
+    FileRecord,
+    StoreUnreachable,
+    download,
+    first_line,
+    flush,
+    free_bytes,
+    is_local,
+    keep_only,
+    reaching,
+    record,
+    upload,
+)
 from roll_lite.observability.run_folder import continues_in_folder, folder_of_checkpoints
 from roll_lite.observability.trackers import tracker_ids
 from roll_lite.pipeline.checkpoint_files import (
@@ -157,6 +169,11 @@ class Checkpoints:
         else:
             self._newest = running.folder.with_suffix("")
             self._remove_old()
+            size, free = sum(one.bytes for one in read_list(self._newest).values()), free_bytes(self._newest)
+            if free < size and self.newest_step < self._config.steps:
+                logger.warning(
+                    "the next checkpoint will not fit: %s takes %d MB, %d MB are free", self._newest, size // 10**6, free // 10**6
+                )
 
     def _complete(self, running: Unfinished) -> None:
         folder, whole = running.folder, running.folder.with_suffix("")
@@ -389,7 +406,7 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        free = shutil.disk_usage(folder.parent).free if folder.parent.is_dir() else FULL
+        free = free_bytes(folder)
         shutil.rmtree(folder, ignore_errors=True)
         if free >= FULL:
             raise

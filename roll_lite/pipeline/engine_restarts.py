@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import remove_placement_group
 
 from roll_lite.distributed.cluster import Cluster
-from roll_lite.distributed.failures import BUDGET_SECONDS, MemberLost, RestartBudget, cause_of
+from roll_lite.distributed.failures import BUDGET_SECONDS, MemberLost, RankFailed, RestartBudget, cause_of, failure_text
 from roll_lite.distributed.pending import pause
 from roll_lite.distributed.place import Place
 from roll_lite.distributed.placement import Slot, draining_nodes
@@ -271,8 +271,10 @@ class EngineRestarts:
         for engine in [engine for engine, call in self._leaving.items() if ray.wait([call], timeout=0)[0]]:
             try:
                 ray.get(self._leaving.pop(engine))
-            except RayError:  # the rollout service is gone; its successor is asked
+            except RayActorError:  # the rollout service is gone; its successor is asked
                 continue
+            except RayError as error:
+                raise RankFailed("rollouts", 0, "engine_leaves", failure_text(error, None)) from error
             if engine not in self._group.lost:
                 self._group.lose(engine, MemberLost("its node leaves the cluster"))
                 self._waiting.add(engine)

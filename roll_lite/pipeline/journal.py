@@ -508,18 +508,24 @@ class Journal:
         self._trackers.show_samples(step, "validation", self.folder / "samples" / f"validation_{step:06d}.jsonl", self._domains)
 
     def close(self, exit_state: str) -> None:
+        try:
+            self._close(exit_state)
+        finally:
+            self._trackers.close(exit_state)
+
+    def _close(self, exit_state: str) -> None:
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._report.close()
-        self._draw()
-        if (curves := self.folder / CURVES_FILE).exists():  # not before the first metrics
-            self._trackers.picture(curves)
         try:
+            self._draw()
+            if (curves := self.folder / CURVES_FILE).exists():  # not before the first metrics
+                self._trackers.picture(curves)
             from roll_lite.observability.view.report import write_report  # DuckDB and pyarrow, which only this needs
 
             write_report(self.folder)
-        except Exception as error:  # the run is complete without the report
-            self.console.message(f"report.html cannot be written: {type(error).__name__}: {error}")
+        except Exception as error:  # the run is complete without them
+            self.console.message(f"{CURVES_FILE} and report.html cannot be written: {type(error).__name__}: {error}")
         if self._evaluation is None:
             self.console.finish(accuracy, held_out, self.health.findings.values())
         else:
@@ -529,7 +535,6 @@ class Journal:
                 self.console.message(f"{place}: {times} times as the first time: {first}")
         steps = self._steps if self._evaluation is None else None
         self.console.closing_line(steps, self._first, self.timers.wall()["total"], self.folder)
-        self._trackers.close(exit_state)
 
     # ---------------------------------------------------------------- summary and picture
 

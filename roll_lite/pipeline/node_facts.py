@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from ray.exceptions import RayError
 from roll_lite.config.arithmetic_tables import table
 from roll_lite.distributed.place import node_addresses, on_node
 from roll_lite.distributed.placement import Placement
-from roll_lite.files import first_line
+from roll_lite.files import first_line, free_bytes
 
 PACKAGES = ("torch", "megatron-core", "ray", "transformers", "vllm", "sglang")
 ENGINES = ("vllm", "sglang")
@@ -56,10 +55,9 @@ class Scout:
 
     def look(self, run_folder: Path, others: Sequence[tuple[str, int]]) -> NodeFacts:
         """Collect this node's facts, and test whether the other nodes can be reached. `others`: addresses and ports of these nodes."""
-        disk = next(folder for folder in (run_folder, *run_folder.parents) if folder.is_dir())
         with ThreadPoolExecutor(max_workers=32) as threads:
             reasons = dict(zip((address for address, _ in others), threads.map(_why_unreachable, others), strict=True))
-        free = psutil.virtual_memory().available / GIB, shutil.disk_usage(disk).free / GIB
+        free = psutil.virtual_memory().available / GIB, free_bytes(run_folder) / GIB
         return NodeFacts(installed(), *free, {address: reason for address, reason in reasons.items() if reason is not None})
 
 

@@ -179,7 +179,7 @@ class RunEnd:
         self._journal = journal
         self._interruption = interruption
         self._closed = False
-        self._shortages = Shortages()
+        self._shortages = Shortages(journal.folder)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -203,7 +203,7 @@ class RunEnd:
             os._exit(self.code if self._closed else FAILED)
 
     def _fail(self, error: Exception) -> None:
-        self._shortages.release_files()
+        self._shortages.release()
         shortage = self._shortages.behind(error)
         report_failure(error, self._journal.folder, "cleaning up failed" if self._closed else "the run failed", shortage)
         self._close(f"failed: {first_line(error).removesuffix(' ends with:')}{shortage}", FAILED)
@@ -211,7 +211,7 @@ class RunEnd:
     def _close(self, exit_state: str, code: int) -> None:
         if self._closed:
             return
-        self._shortages.release_files()
+        self._shortages.release()
         self._closed, self.code = True, code
         console = self._journal.console
         if code in (INTERRUPTED, PREEMPTED):

@@ -1,4 +1,4 @@
-"""Detect a lack of open files, shared memory or memory, before a run and as cause of its failure."""
+"""Detect a lack of open files, shared memory or memory, before a run and as cause of its failure; reserve what recording its end needs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
@@ -19,6 +20,8 @@ LEAST_FILES = 512
 """Open files that one process of a small run may need."""
 SPARE_FILES = 64
 """Files that the driver keeps open until a run ends: closing them lets the driver record the end if too many files are open."""
+SPARE_BYTES = 1 << 20
+"""Bytes that the driver keeps allocated in the run's folder until a run ends, to record the end on a full disk."""
 LEAST_SHARED = 16 << 20
 """Bytes in /dev/shm that an engine needs for queues and semaphores."""
 
@@ -34,15 +37,19 @@ def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:
 
 
 class Shortages:
-    """Finds shortages (open files, shared memory, memory) behind a failure. Create it at the run's start."""
+    """Finds shortages (open files, shared memory, memory) behind a failure, and reserves open files and disk space for the end of the run.
+    Create it at the run's start."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self._killed = killed_for_memory()
-        self._spare_files = [os.open(os.devnull, os.O_RDONLY) for _ in range(SPARE_FILES)]
+        self._spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(SPARE_FILES)]
+        with suppress(OSError), TemporaryFile(dir=folder) as file:  # a full disk is told at the run's first file
+            os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
+            self._spare.append(os.dup(file.fileno()))
 
-    def release_files(self) -> None:
-        while self._spare_files:
-            os.close(self._spare_files.pop())
+    def release(self) -> None:
+        while self._spare:
+            os.close(self._spare.pop())
 
     def behind(self, error: Exception) -> str:
         """Return sentences on likely causes of a failure; empty without a sign of shortage."""

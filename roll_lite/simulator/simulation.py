@@ -159,10 +159,9 @@ class _Simulation:
         self.length = lengths(scenario.domains, scenario.seed)
         self.tasks: set[asyncio.Task[None]] = set()
         self.node_of: dict[int, int] = {}
-        first = [self.start_engine(number) for number in range(scenario.engines)]
-        if (mean_s := scenario.failures.mean_node_s) is not None:
-            for node in sorted(set(self.node_of.values())):
-                self.later(self.fail_node(node, mean_s))
+        per_node = scenario.failures.engines_per_node
+        first = [self.start_engine(number, number // per_node) for number in range(scenario.engines)]
+        nodes = 1 + max(self.node_of.values())
         limits = scenario.limits.slots, rollout.max_tokens_per_engine
         self.router = Router(first, rollout.request_timeout_s, scenario.deterministic, *limits)
         self.service = RolloutService(
@@ -171,8 +170,8 @@ class _Simulation:
             rollout.retries,
             pacing=pacing_of(rollout, engines_rest=scenario.offload_s is not None),
         )
-        for at in scenario.changes.joining:
-            self.later(self.join(at))
+        for number, at in enumerate(sorted(scenario.changes.joining)):
+            self.later(self.join(at, nodes + number // per_node))
         for at, node in scenario.changes.leaving:
             self.later(self.drain(at, node))
         try:
@@ -290,9 +289,11 @@ class _Simulation:
 
     # ------------------------------------------------------------ engines that come and go
 
-    def start_engine(self, number: int, node: int | None = None) -> SimulatedEngine:
+    def start_engine(self, number: int, node: int) -> SimulatedEngine:
         scenario = self.scenario
-        self.node_of[number] = number // scenario.failures.engines_per_node if node is None else node
+        if (mean_s := scenario.failures.mean_node_s) is not None and node not in self.node_of.values():
+            self.later(self.fail_node(node, mean_s))
+        self.node_of[number] = node
         engine = SimulatedEngine(number, scenario.rates, scenario.limits, self.length, self.outcome.spans if self.keep_spans else None)
         engine.update(self.version)
         self.engines[number] = engine
@@ -307,10 +308,10 @@ class _Simulation:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def join(self, at: float, node: int | None = None) -> None:
+    async def join(self, at: float, node: int, is_new: bool = True) -> None:
         await asyncio.sleep(at - self.clock())
         self.router.add(self.start_engine(len(self.engines) + len(self.gone), node))
-        self.present += node is None
+        self.present += is_new
         self.follow_drains()
 
     async def drain(self, at: float, node: int) -> None:
@@ -353,7 +354,7 @@ class _Simulation:
         self.gone.append(engine)
         self.outcome.deaths.append((self.clock(), number))
         if self.scenario.failures.start_s is not None:
-            await self.join(self.clock() + self.scenario.failures.start_s, self.node_of[number])
+            await self.join(self.clock() + self.scenario.failures.start_s, self.node_of[number], is_new=False)
 
     async def fail_node(self, node: int, mean_s: float) -> None:
         for time in itertools.count():

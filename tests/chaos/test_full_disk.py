@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import support_disks
 from engine_harness import require
 
 from roll_lite.pipeline.checkpoint_files import check_sums, finished_checkpoints, read_list, record
@@ -19,15 +18,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """12 MB, room for two checkpoints and a half."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(place)], check=False, capture_output=True, text=True)
-    if mounted.returncode:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no file system can be mounted here: {mounted.stderr}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
+    with support_disks.small_disk(tmp_path / "disk", "12m") as disk:
+        yield disk
+
+
+@pytest.mark.nightly
+def test_a_disk_without_room_for_the_model_is_named_and_the_end_is_recorded(small_disk: Path) -> None:
+    require("vllm")
+    with Run(small_disk, "tiny_grpo", *SMALL, "batches.write=never", "steps=4") as run:
+        run.wait_for_step(2)
+        support_disks.fill(small_disk / "filler", leaving=400_000)  # for what the last steps write, not for the model
+        code, output = run.finish()
+    assert code == 1 and "the run failed: " in output and "could not be recorded" not in output, output
+    assert "No space left" in run.summary()["exit"] and not list(run.folder.glob("**/*.partial"))
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""Host memory that `check` counts, against sums by hand."""
+"""Host memory and disk space that `check` counts, against sums by hand."""
 
 from __future__ import annotations
 
@@ -90,3 +90,13 @@ def test_the_note_names_the_fullest_node_and_what_is_missing(project: Project, m
     assert "about 16 GiB" in told and "this machine" not in told, "4 of 6 ranks; the other machines' memory is not known"
     monkeypatch.setattr(notes, "weight_counts", lambda folder: (0, 2**20))
     assert notes.host_memory_notes(loaded(project, yaml % (4, ""))) == [], "small models need no note"
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """14 bytes per weight: bfloat16, master weights and moments."""
+    monkeypatch.setattr(notes, "weight_counts", lambda folder: (0, 2**30))
+    monkeypatch.setattr(notes, "free_bytes", lambda folder: 13 << 30)
+    config = loaded(project, "checkpoint: {every: 1}")
+    assert notes.disk_notes(config) == ["checkpoint.every: a checkpoint takes about 14.0 GiB, and 13.0 GiB are free in run_dir"]
+    monkeypatch.setattr(notes, "free_bytes", lambda folder: 15 << 30)
+    assert notes.disk_notes(config) == notes.disk_notes(loaded(project, "checkpoint: {every: 0}")) == []

@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 import socket
 import sys
 import urllib.request
@@ -40,6 +41,20 @@ def test_jsonl_of_a_resumed_run_goes_on(tmp_path: Path) -> None:
         tracker.log(step, {})
         tracker.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_a_full_disk_ends_the_run_and_no_part_of_a_line_stays(tmp_path: Path) -> None:
+    history = HistoryTracker()
+    trackers = Trackers([JsonlTracker(TrackedRun(tmp_path)), history])
+    trackers.log(1, {"x": 1.0})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, before[1]))
+    try:
+        with pytest.raises(RuntimeError, match=r"metrics\.jsonl cannot be written: .*File too large"):
+            trackers.log(2, {"x": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1]
 
 
 def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:

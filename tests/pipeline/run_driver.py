@@ -55,6 +55,16 @@ def stepping(config: RunConfig, folder: Path, session: Any, journal: Any) -> Any
     return SimpleNamespace(run=run, close=lambda: None)
 
 
+def filling(config: RunConfig, folder: Path, session: Any, journal: Any) -> Any:
+    def run() -> None:
+        with (folder / "model.safetensors").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 16))
+
+    journal.console.message("ready")
+    return SimpleNamespace(run=run, close=lambda: None)
+
+
 @contextmanager
 def no_session(*_: Any) -> Iterator[Any]:
     yield SimpleNamespace(log_folder=None, started=True, other_nodes=[])
@@ -63,7 +73,8 @@ def no_session(*_: Any) -> Iterator[Any]:
 def main() -> None:
     how, run_dir, *overrides = sys.argv[1:]
     config = load_config("tiny_grpo", Path("examples/configs"), [f"run_dir={run_dir}", *overrides])
-    module.build = {"sleeping": sleeping, "talking": talking, "waiting": waiting, "stepping": stepping}[how]  # type: ignore[assignment]
+    builds = {"sleeping": sleeping, "talking": talking, "waiting": waiting, "stepping": stepping, "filling": filling}
+    module.build = builds[how]  # type: ignore[assignment]
     if how != "sleeping":
         module.ray_session = no_session  # type: ignore[assignment]
     sys.exit(module.run(config))

@@ -168,3 +168,17 @@ def test_rewards_are_tried_before_engines_judges_and_reward_models_start() -> No
     build.starting(live, ["leaves"])
     service = ["rollouts prepare", "rollouts initialize"]
     assert begun == ["engines preload", *service, "reward model initialize", "judge initialize", "engines starts"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "follows"),
+    [([], True), (["actor_infer.restarts=0"], False), (["actor_infer.offload=true"], False), (["deterministic=true"], False)],
+)
+def test_engines_follow_drains_if_they_may_start_again(monkeypatch: pytest.MonkeyPatch, overrides: list[str], follows: bool) -> None:
+    config = load_config("tiny_grpo", ROOT / "examples/configs", ["mode=rollout_only", "deterministic=false", *overrides])
+    built: list[Any] = []
+    monkeypatch.setattr(build, "EngineRestarts", lambda *given: built.append(given))
+    monkeypatch.setattr(build, "LiveRollouts", lambda *_: None)
+    starter: Any = SimpleNamespace(config=config, engines=lambda: (None, None), reward_models=dict, judges=dict)
+    Starter.live(starter, None, None, None)  # type: ignore[arg-type]
+    assert built[0][5] is follows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +90,42 @@ def test_the_plan_follows_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert plan(targets=["critic"]) == [] and len(plan(most=3)) == 3
     assert plan(seed=1) != plan(seed=0)
+
+
+def test_time_and_kind_of_faults_do_not_depend_on_who_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(module, "on", lambda node, task: SimpleNamespace(remote=lambda *what: None))
+    pulses = [SimpleNamespace(place=Place("ab" * 28, rank)) for rank in range(3)]
+    group = SimpleNamespace(name="actor_infer", started=True, lost={}, pulses=pulses)
+    monkeypatch.setattr(module.WATCH, "groups", [group])
+
+    def plan(lost: Callable[[float], Sequence[int]]) -> list[tuple[float, str]]:
+        nonlocal now
+        now, said = 0.0, list[tuple[float, str]]()
+        chaos = Chaos(ChaosConfig(every_s=10.0, actions={"kill": 1.0, "slow": 1.0}), lambda text: said.append((now, text.split()[1])))
+        for second in range(400):
+            now = float(second)
+            group.lost = dict.fromkeys(lost(now), "dead")
+            chaos.tick()
+        return said
+
+    quiet = plan(lambda now: [])
+    assert plan(lambda now: [0] if int(now) % 3 else [1, 2]) == quiet and {action for _, action in quiet} == {"kill", "slow"}
+    assert plan(lambda now: range(3) if now < 200 else []) == [fault for fault in quiet if fault[0] >= 200]
+
+
+def test_a_table_that_ray_does_not_give_costs_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unanswered() -> None:
+        raise ray.exceptions.RaySystemError("the head is busy")
+
+    now, said = 0.0, list[str]()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(module, "member_places", unanswered)
+    chaos = Chaos(ChaosConfig(targets=["rewards"]), said.append)
+    now = 1000.0
+    chaos.tick()
+    assert said == []
 
 
 def test_only_nodes_without_driver_and_head_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

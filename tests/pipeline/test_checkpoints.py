@@ -99,6 +99,15 @@ def test_the_newest_are_kept_by_number_not_by_name(config: RunConfig, tmp_path: 
     assert resumption(tmp_path).checkpoint.name == "step_1000000"
 
 
+@pytest.mark.parametrize(("free", "steps", "told"), [(1, 100, True), (10**9, 100, False), (1, 1, False)])
+def test_a_disk_without_room_for_the_next_one_is_told_in_time(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int, steps: int, told: bool
+) -> None:
+    monkeypatch.setattr("roll_lite.pipeline.checkpoint.free_bytes", lambda _: free)
+    Checkpoints(config.model_copy(update={"steps": steps}), tmp_path).save(parts("actor_train"), ROLLOUTS, {"steps_done": 1})
+    assert ("the next checkpoint will not fit: " in caplog.text) is told
+
+
 def test_some_are_kept_for_ever(config: RunConfig, tmp_path: Path) -> None:
     settings = config.checkpoint.model_copy(update={"every": 2, "keep": 1, "keep_every": 6})
     checkpoints = Checkpoints(config.model_copy(update={"checkpoint": settings}), tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray.exceptions import ActorDiedError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from rollout_cases import changed, engines, role_of, rollouts, spec_of, toy_model
 from support_scripted import ScriptedWorker, scripted_spec
@@ -236,6 +237,21 @@ def test_a_start_that_hangs_fails_once_its_process_has_had_the_time(monkeypatch:
     ready.append("initialize")
     ready.sort()
     assert restarts._failure(0, start) is None and start.place == "answer of place"
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_only_a_dead_service_is_asked_again_to_drain_an_engine(monkeypatch: pytest.MonkeyPatch, is_dead: bool) -> None:
+    def answer(_: object) -> None:
+        raise ActorDiedError() if is_dead else RayTaskError("engine_leaves", "traceback", KeyError("engine 0"))
+
+    monkeypatch.setattr(engine_restarts.ray, "wait", lambda calls, **_: (calls, []))
+    monkeypatch.setattr(engine_restarts.ray, "get", answer)
+    restarts: Any = object.__new__(EngineRestarts)
+    restarts._group, restarts._newcomers, restarts._asked = SimpleNamespace(living_pulses=list), [], time.monotonic()
+    restarts._leaving = {0: "call"}
+    with nullcontext() if is_dead else pytest.raises(RankFailed, match="rollouts rank 0 failed in engine_leaves: KeyError: 'engine 0'"):
+        restarts._follow_drains()
+    assert restarts._leaving == {}
 
 
 @pytest.mark.slow

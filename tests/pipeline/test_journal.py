@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -375,3 +376,21 @@ def test_the_folder_shows_how_far_the_run_is(journal: Journal, tmp_path: Path) -
     journal.close("failed: something")
     assert shown() == ("failed: something", 1)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("fails", ["_draw", "_summarize"])
+def test_trackers_are_closed_and_the_summary_is_written_whatever_else_fails(
+    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    closed: list[str] = []
+    monkeypatch.setattr(journal._trackers, "close", closed.append)
+    monkeypatch.setattr(journal, fails, full)
+    with pytest.raises(OSError, match="No space left") if fails == "_summarize" else nullcontext():
+        journal.close("completed")
+    assert closed == ["completed"]
+    if fails == "_draw":
+        assert json.loads((tmp_path / "summary.json").read_text())["exit"] == "completed"
+        assert "curves.png and report.html cannot be written: OSError: No space left" in capsys.readouterr().out

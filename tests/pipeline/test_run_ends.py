@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support_disks import small_disk
 
 from roll_lite.distributed.watchdog import WATCHDOG, Preempted
 from roll_lite.pipeline.run import Interruption, RunEnd
@@ -148,6 +149,13 @@ def test_a_killed_run_has_its_summary_and_its_picture(tmp_path: Path) -> None:
         process.wait()
     assert (summary(tmp_path)["exit"], summary(tmp_path)["steps"]) == ("running", 1)
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.read_bytes().endswith(b"IEND\xaeB`\x82")
+
+
+def test_the_end_of_a_run_is_recorded_on_a_full_disk(tmp: Path) -> None:
+    with small_disk(tmp / "runs", "8m"), driver("filling", tmp) as process:
+        assert process.wait(SECONDS) == 1
+        assert "could not be recorded" not in process.stderr.read()  # type: ignore[union-attr]
+        assert "No space left on device" in summary(tmp)["exit"]
 
 
 @pytest.mark.usefixtures("signals_arrive")

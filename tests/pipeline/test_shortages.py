@@ -12,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support_disks import fill, small_disk
 
+from roll_lite.files import replacing, write_whole
 from roll_lite.pipeline import shortages as module
-from roll_lite.pipeline.shortages import Shortages, check_machine, killed_for_memory
+from roll_lite.pipeline.shortages import SPARE_BYTES, Shortages, check_machine, killed_for_memory
 
 ANY: Any = None
 
@@ -38,8 +40,8 @@ def test_a_full_shared_memory_is_told_before_anything_starts(monkeypatch: pytest
     assert str(problem).startswith("/dev/shm: 3 MiB are free and an engine needs 16 MiB; remove files there, or enlarge it")
 
 
-def test_what_ran_out_is_told_beside_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    shortages = Shortages()
+def test_what_ran_out_is_told_beside_the_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shortages = Shortages(tmp_path)
     assert shortages.behind(ValueError("another")) == ""
     assert "raise the limit (ulimit -n 65536)" in shortages.behind(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
@@ -48,3 +50,22 @@ def test_what_ran_out_is_told_beside_the_failure(monkeypatch: pytest.MonkeyPatch
     before = killed_for_memory()
     monkeypatch.setattr(module, "killed_for_memory", lambda: before + 2)
     assert "the kernel has killed 2 processes" in shortages.behind(RuntimeError("a rank died"))
+
+
+def test_a_file_that_is_not_written_leaves_no_draft(tmp_path: Path) -> None:
+    for other_writers in (True, False):
+        with pytest.raises(OSError, match="No space left"), replacing(tmp_path / "weights", other_writers) as draft:
+            draft.write_bytes(bytes(100))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_has_room_for_the_end_of_a_run(tmp_path: Path) -> None:
+    with small_disk(tmp_path, "4m"):
+        shortages = Shortages(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        fill(tmp_path / "samples")
+        with pytest.raises(OSError, match="No space left"):
+            write_whole(tmp_path / "summary.json", "{}")
+        shortages.release()
+        write_whole(tmp_path / "summary.json", "x" * (SPARE_BYTES // 2))

@@ -105,6 +105,26 @@ def test_a_lost_node_takes_all_its_engines_along() -> None:
     assert set(by_time.values()) <= {1, 2, 3, 4} and list(by_time.values()).count(4) > len(by_time) / 2
 
 
+def test_engines_that_joined_are_lost_with_their_own_node() -> None:
+    """Two joined engines share a node, apart from the first ones' half empty node."""
+    failures = Failures(mean_node_s=300.0, engines_per_node=2, start_s=20.0)
+    one = replace(scenario(LONG_TAIL, engines=5, steps=30, prompts=16), failures=failures, changes=Changes(joining=(10.0, 10.0)))
+    outcome = simulate(one)
+    by_time: dict[float, set[int]] = {}
+    for at, number in outcome.deaths:
+        by_time.setdefault(at, set()).add(number)
+    assert {5, 6} in by_time.values() and {4} in by_time.values()
+    assert len(by_time) == pytest.approx(4 * outcome.steps[-1].end / 320, rel=0.5)
+    assert outcome.steps[-1].engines == 7
+
+
+def test_a_drained_node_is_the_same_one_after_losses() -> None:
+    """Engine 0 returns as number 2. The engine that joins then, number 3, has the third node."""
+    two = replace(scenario(LONG_TAIL, engines=2, steps=8, prompts=8), failures=Failures(((10.0, 0),), start_s=10.0))
+    outcome = simulate(replace(two, changes=Changes(joining=(30.0,), leaving=((60.0, 2),))), spans=True)
+    assert 3 in {span.engine for span in outcome.spans} and {span.engine for span in outcome.spans if span.start > 200} == {1, 2}
+
+
 def test_what_a_hanging_engine_has_waits_until_it_is_given_up() -> None:
     """Responses of 10 s on three engines. One hangs at 6 s and is given up at 13: what it had goes on from the 5 tokens that it has
     reported, until 18. The update that begins at 21 waits for the one that hangs at 20, until 27; it had nothing, so the next batch takes

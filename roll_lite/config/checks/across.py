@@ -7,12 +7,14 @@ from typing import Any
 from roll_lite.config.arithmetic import (
     TRAINING_ROLES,
     Role,
+    generates,
     group_size,
     held_out_path,
     held_out_sampling,
     kl_terms,
     loss_reads_reference,
     requests,
+    roles,
     trains,
     updates,
     uses_reference,
@@ -31,7 +33,7 @@ from roll_lite.config.problems import Mistake, Problem, close_names, did_you_mea
 from roll_lite.config.schema.base import Mistakes, readable
 from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.config.schema.models import TrainRoleConfig
-from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.schema.run import ChaosConfig, RunConfig
 from roll_lite.config.validation import value_at
 
 OVERALL = "overall"
@@ -182,6 +184,16 @@ def _copies_in_memory(config: RunConfig) -> Mistakes:
         yield "checkpoint.in_memory_every", f"in mode: {config.mode} nothing trains that could be copied; use 0"
 
 
+def _chaos_targets(config: RunConfig) -> Mistakes:
+    if config.chaos is None or config.chaos.targets == ChaosConfig().targets:
+        return
+    there = {name.partition(".")[0] for name in roles(config)}
+    if generates(config):
+        there |= {"rollouts", "rewards", *("environments" for domain in config.domains.values() if domain.environment is not None)}
+    if missing := [target for target in config.chaos.targets if target not in there]:
+        yield "chaos.targets", f"the run has no {', '.join(missing)}; it has {', '.join(sorted(there))}"
+
+
 RUN_CHECKS = (
     addresses_without_secrets,
     _mini_batches_divide,
@@ -190,6 +202,7 @@ RUN_CHECKS = (
     _kl_and_reference_belong_together,
     _average_for_the_reference,
     _copies_in_memory,
+    _chaos_targets,
     _validation_sampling,
     _validation_has_data,
     _trackers,

@@ -23,6 +23,7 @@ from roll_lite.config.schema.models import (
     TrainRoleConfig,
 )
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.files import free_bytes
 from roll_lite.hub import config_notation, lacks_weights
 from roll_lite.models.hf_config import read_hf_config, read_model_shape
 from roll_lite.models.model_files import weight_shapes
@@ -121,6 +122,20 @@ def host_memory_notes(config: RunConfig) -> list[str]:
     return [f"{note}, and this machine has {there:.0f} GiB; use offload: false or more devices, or fewer data-parallel copies"]
 
 
+def disk_notes(config: RunConfig) -> list[str]:
+    if not config.checkpoint.every or config.checkpoint.store is not None:
+        return []
+    per_weight = MOMENTS + (2 + 4 if config.model.dtype == "bfloat16" else 4)
+    trained = [role for role in roles(config).values() if isinstance(role, TrainRoleConfig) and getattr(role, "lora", None) is None]
+    try:
+        size = sum(per_weight * sum(weight_counts(model_folder(config, role))) for role in trained)
+    except ValueError:  # unreadable model, reported elsewhere
+        return []
+    if size < (free := free_bytes(config.run_dir)):
+        return []
+    return [f"checkpoint.every: a checkpoint takes about {size / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free in run_dir"]
+
+
 def hub_notes(config: RunConfig) -> list[str]:
     missing = {folder: name for name, role in roles(config).items() if lacks_weights(folder := model_folder(config, role))}
     return [
@@ -135,6 +150,7 @@ def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> l
         gpu_notes,
         sharing_notes,
         host_memory_notes,
+        disk_notes,
         staleness_notes,
         batch_notes,
         reference_notes,

@@ -238,7 +238,7 @@ class ChaosConfig(Section):
     most: PositiveInt | None = None
     """Maximum faults."""
     seed: int = 0
-    """Seed for the choice of role, rank and kind of every fault."""
+    """Seed for time and kind of every fault, and for its choice among the processes that run then."""
 
 
 LONGEST_NAME = 200

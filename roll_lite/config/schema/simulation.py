@@ -27,7 +27,7 @@ class SimulatedEngineConfig(Section):
     engines_per_node: PositiveInt = 1
     """Engines on each node, which are lost together (`node_failures_per_day`) or drained together (`leave_s`)."""
     join_s: list[NonNegativeFloat] = Field(default_factory=list)
-    """Seconds after the start at which further engines join."""
+    """Seconds after the start at which further engines join, `engines_per_node` of them on each further node."""
     leave_s: list[NonNegativeFloat] = Field(default_factory=list)
     """Seconds after the start at which nodes are drained, one number per node, beginning with the node of engine 0."""
     hangs_per_day: NonNegativeFloat = 0.0
