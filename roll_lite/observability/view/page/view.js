@@ -37,7 +37,7 @@ function frame() {
     const exit = summary.exit || "unknown";
     return h("div", { class: "run", title: exit }, box, h("span", { class: "dot", style: `background:${color(at)}` }), h("b", {}, one.name),
       h("small", {}, one.evaluates ? "evaluation · " : `step ${summary.steps ?? one.steps.at(-1) ?? 0}${one.steps_planned ? ` of ${one.steps_planned}` : ""} · `,
-        h("span", { class: exit.startsWith("failed") ? "bad" : "" }, exit.slice(0, 60)), change, summary.warnings?.length ? h("span", { class: "bad", title: summary.warnings.map(w => w.message).join("\n") }, ` · ${summary.warnings.map(w => words(w.sign)).join(", ")}`) : ""));
+        h("span", { class: /^(failed|unreadable)/.test(exit) ? "bad" : "" }, exit.slice(0, 60)), change, summary.warnings?.length ? h("span", { class: "bad", title: summary.warnings.map(w => w.message).join("\n") }, ` · ${summary.warnings.map(w => words(w.sign)).join(", ")}`) : ""));
   }));
   const waiting = state.runs.reduce((sum, one) => sum + (one.waiting || 0), 0), running = state.runs.some(one => one.summary?.exit === "running");
   const live = document.getElementById("live");
