@@ -60,14 +60,19 @@ def flush(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def replacing(path: Path, has_other_writers: bool = True) -> Iterator[Path]:
-    """Replace a file atomically. The block writes a draft, whose path is yielded; the draft replaces `path` at the block's end.
+    """Replace a file atomically. The block writes a draft, whose path is yielded; the draft replaces `path` at the block's end, and is
+    removed if the block fails.
 
     `has_other_writers`: if other processes may write the file too, each writes its own draft. Otherwise all drafts have one name, and a
     draft that a killed process left is overwritten.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.partial" if has_other_writers else f"{path.name}.partial")
-    yield draft
-    draft.replace(path)
+    try:
+        yield draft
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def write_whole(path: Path, text: str) -> None:
