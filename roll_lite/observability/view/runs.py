@@ -137,15 +137,20 @@ class Run:
         return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
 
     def timeline(self, step: int) -> dict[str, Any]:
-        """Return a step's `phases`, `work` (spans of driver and training ranks), `spans` (times of samples) and `engines` ({group: engine
-        of each sample's first turn}), and the run's `processes`."""
+        """Return a step's `phases`, `spans` (times of samples) and lanes, and the run's `processes`."""
+        return {"phases": self.phases(step), **self.lanes(step), "spans": self.index.spans(step), "processes": self.processes()}
+
+    def processes(self) -> list[dict[str, Any]]:
+        return _json_file(self.folder / "processes.json") or []
+
+    def lanes(self, step: int) -> dict[str, Any]:
+        """Return a step's `work` (spans of driver and training ranks) and `engines` ({group: engine of each sample's first turn})."""
         mark = f'"step":{step}}}'
         groups = [line for line in lines_of(self.folder / "ledger.jsonl", mark) if line["event"] == "group"]
         work: list[list[Any]] = next((line["spans"] for line in lines_of(self.folder / "spans.jsonl", mark)), [])
         of_samples = {line["group"]: [turns[0][0] if turns else None for turns in line["turns"]] for line in groups}
         engines = {group: [one[0] if isinstance(one, list) else one for one in firsts] for group, firsts in of_samples.items()}
-        processes = _json_file(self.folder / "processes.json") or []
-        return {"phases": self.phases(step), "work": work, "spans": self.index.spans(step), "engines": engines, "processes": processes}
+        return {"work": work, "engines": engines}
 
     @cached_property
     def index(self) -> SampleIndex:
