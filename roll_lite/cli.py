@@ -409,7 +409,7 @@ def _command(commands: Any, name: str, text: str, **defaults: Any) -> argparse.A
 def _further_commands(commands: Any) -> None:
     command = _command(commands, "init", "write a folder to start from: configuration, data, reward function, README", act=_init)
     recipes = sorted(path.name for path in STARTERS.iterdir())
-    command.add_argument("recipe", nargs="?", choices=recipes, default="default", help=f"{', '.join(recipes)} (default: %(default)s)")
+    command.add_argument("recipe", nargs="?", choices=recipes, default="default", help="what to start from (default: %(default)s)")
     command.add_argument("folder", nargs="?", type=Path, default=Path("my_run"), help="a new folder (default: %(default)s)")
     command = _command(commands, "docs", "print a page of the documentation, or list all pages", act=_docs)
     command.add_argument("page", nargs="?", metavar="PAGE", help="its name in the list")
@@ -436,8 +436,8 @@ def _doctor_options(commands: Any) -> None:
     help_text = "check this machine, or every node of a cluster, and say what to do: versions, GPUs, engines, Ray, limits, sandbox, clock"
     command = _command(commands, "doctor", help_text, act=_doctor)
     for option, text in (
-        ("--engines", "start each installed engine on the shipped tiny model too (half a minute each)"),
-        ("--smoke", "train two steps of the tiny model with each engine too (a minute each)"),
+        ("--engines", "start each installed engine on the shipped tiny model too (on two CPU cores minutes each)"),
+        ("--smoke", "train two steps of the tiny model with each engine too (on two CPU cores minutes each)"),
         ("--nodes", "check every node of a Ray cluster instead, and the bandwidth between them"),
         ("--json", "print JSON"),
     ):
@@ -485,8 +485,8 @@ def _data_options(command: argparse.ArgumentParser) -> None:
         ("prepare", "write a preset's rows as JSON lines, in the columns that a domain reads, and tell what was left out"),
     ):
         action = _command(actions, name, help_text)
-        action.add_argument("preset", metavar="NAME")
-    action.add_argument("--split", choices=("train", "validation"), default="train", help="(default: %(default)s)")
+        action.add_argument("preset", metavar="NAME", help="the preset's name in the list")
+    action.add_argument("--split", choices=("train", "validation"), default="train", help="which rows (default: %(default)s)")
     action.add_argument("--from", dest="source", metavar="FILE", help="a file in the data set's own columns, in place of the hub's files")
     action.add_argument("--out", type=Path, metavar="FILE", help="a new file (default: NAME_SPLIT.jsonl)")
 
@@ -556,7 +556,7 @@ def _reward_options(command: argparse.ArgumentParser) -> None:
 def _plan_options(command: argparse.ArgumentParser) -> None:
     devices = ("A100", "H100", "H200", "B200", "MI300X")
     command.add_argument("--device", choices=devices, default="H100", help="the kind of device (default: %(default)s)")
-    command.add_argument("--model", help="a folder with config.json, or a public model's name, if model.path is not here")
+    command.add_argument("--model", help="a folder with config.json, or a name of the hub, if model.path is not here")
     command.add_argument("--search", type=_number(1), metavar="N", help="try layouts on N devices and list the fastest that fit")
     command.add_argument("--json", action="store_true", help="print JSON instead of tables")
 

@@ -126,6 +126,20 @@ def fetch(path: Path, tell: Tell = to_stderr) -> None:
         _download(found, tell)
 
 
+def config_folder(path: HubPath) -> Path:
+    """Download a hub model's config.json, and nothing else. Return the folder that holds it."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    found = _CACHED.search(str(path))
+    assert found is not None, path
+    repository = _Repository("model", f"{found[2]}/{found[3]}")
+    commit = repository.commit(unquote(found[4]))
+    disable_progress_bars()
+    with repository._explained(commit):
+        return Path(hf_hub_download(repository.name, "config.json", revision=commit)).parent
+
+
 def config_notation(path: Path) -> str:
     """Return the path as configurations name it: hf:// with name and commit for a path in the hub cache; other paths unchanged."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
@@ -221,6 +235,8 @@ class _Repository(NamedTuple):
             ) from error
         except errors.RevisionNotFoundError as error:
             raise ValueError(f"{what} has no revision {revision!r}; name a branch, a tag or a whole commit hash") from error
+        except errors.RemoteEntryNotFoundError as error:
+            raise ValueError(f"{what} has no file {str(error.response.url).rpartition('/')[2]}") from error
         except Exception as error:  # of the client, of the network, of the disk
             if isinstance(error, OSError) and error.filename is not None:
                 raise ValueError(f"{error.filename} cannot be written: {error.strerror}; HF_HOME names the cache") from error
@@ -260,7 +276,12 @@ def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
     if not any(fnmatchcase(name, WEIGHTS) for name in sizes):
         others = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".gguf", ".safetensors")))[:3])
         raise ValueError(f"it holds no {WEIGHTS}{f', but {others}' if others else ''}; convert it with save_pretrained of transformers")
-    return [name for name in sizes if "/" not in name and (name.endswith(MODEL_FILES) or (weights and fnmatchcase(name, WEIGHTS)))]
+    return [name for name in sizes if "/" not in name and is_of_model(name, weights)]
+
+
+def is_of_model(name: str, weights: bool = True) -> bool:
+    """True if a file of a model's folder in the hub cache is read."""
+    return name.endswith(MODEL_FILES) or (weights and fnmatchcase(name, WEIGHTS))
 
 
 def split_of(name: str) -> str:

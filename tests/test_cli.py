@@ -200,6 +200,26 @@ def test_checking_is_fast_and_imports_nothing_heavy() -> None:
     assert times[3] - times[2] < 8 * (times[2] - times[0]) / 2
 
 
+HEAVY = {"torch", "ray", "transformers", "vllm", "sglang", "megatron", "duckdb", "huggingface_hub", "aiohttp"}
+LOOK = f"""
+import sys
+from contextlib import suppress
+from roll_lite.cli import main
+with suppress(SystemExit):
+    main(sys.argv[1:])
+print(*sorted({HEAVY} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.parametrize(
+    "line", ["init --help", "doctor --help", "plan --help", "view --help", "data list", "docs", "launch slurm --config-name tiny_grpo"]
+)
+def test_a_command_that_starts_nothing_imports_nothing_heavy(line: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LOOK, *line.split()], capture_output=True, text=True, cwd=ROOT, check=True)
+    *shown, imported = done.stdout.splitlines()
+    assert shown and imported == ""
+
+
 def test_the_entry_point_is_the_run_command() -> None:
     arguments = [sys.executable, "examples/start_rlvr_pipeline.py", "--config_name", "tiny_grpo", "steps=none"]
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -311,9 +312,12 @@ with open("sent", "wb") as file:
 import pickle
 from roll_lite.data.sources import read_rows
 from roll_lite.models.model_files import stored_tensors
+from roll_lite.pipeline.nodes import Reader
 with open("sent", "rb") as file:
     model, data = pickle.load(file)
 assert model.path.is_relative_to({str(tmp_path / "node")!r})
+(model.path / "consolidated.safetensors").write_bytes(b"of another program, on this node only")
+print(*sorted(Reader("model.path", model.path, ("actor_train",)).files()))
 print(len(stored_tensors(model.path)), [row.content["question"] for row in read_rows(data.train[0])][0])
 """
     done = python("-c", send, home=tmp_path / "driver", endpoint=hub.url, folder=tmp_path)
@@ -321,7 +325,9 @@ print(len(stored_tensors(model.path)), [row.content["question"] for row in read_
     hub.repositories["models/acme/tiny"][0].branches = ()  # has moved on meanwhile
     done = python("-c", receive, home=tmp_path / "node", endpoint=hub.url, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split(maxsplit=1)[1] == "main/train-00000-of-00001.parquet 0 + 1?\n"
+    compared, read = done.stdout.splitlines()
+    assert compared == "chat_template.jinja config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
+    assert read.split(maxsplit=1)[1] == "main/train-00000-of-00001.parquet 0 + 1?"
     assert "downloading acme/tiny (aaaaaaa) of the hub: 6 files" in done.stderr and "pytorch_model.bin" not in hub.downloaded()
 
 
@@ -341,6 +347,46 @@ def test_names_outlive_a_saved_configuration(tmp_path: Path) -> None:
         assert mixed == {text: 2.0, str(tmp_path): 1.0}
     assert DataConfig(train=tmp_path).model_dump(mode="json")["train"] == str(tmp_path)
     assert located(Path("a/b"), "dataset") is None, "data sets are named with hf://"
+
+
+FIND = """
+import sys
+from pathlib import Path
+from roll_lite.config.loading import load_config
+from roll_lite.planning.architecture import find
+for name in [None, *sys.argv[1:]]:
+    try:
+        found = find(load_config("project", Path.cwd(), files=False).model.path, "mine", name)
+        print(found.name, found.hf.layers)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_a_plan_of_any_name_downloads_config_json_alone(hub: Mirror, tmp_path: Path) -> None:
+    data = ROOT / "examples/data/add_train.jsonl"
+    text = re.sub(r"data: .*", f"data: {{train: {data}, validation: {data}, answer: answer}}", PROJECT)
+    (tmp_path / "project.yaml").write_text(text % "acme/tiny")
+    hub.add("models/acme/empty", tmp_path / "on_the_hub/data")
+    names = ["acme/tiny", "acme/nothing", "acme/empty", "acme/tiny?revision=v9"]
+    done = python("-c", FIND, *names, home=tmp_path / "home", endpoint=hub.url, folder=tmp_path)
+    own, first, *others = done.stdout.splitlines()
+    assert own == first == "acme/tiny 3" and hub.downloaded() == ["config.json"], done.stderr
+    told = [
+        f"{hub.url} has no model acme/nothing",
+        "the model acme/empty has no file config.json",
+        "the model acme/tiny has no revision 'v9'",
+    ]
+    for name, says, line in zip(names[1:], told, others, strict=True):
+        assert line.startswith(f"--model {name}: no config.json there, and no known model of that name; {says}")
+
+    for variables, says in (
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "cannot be reached"),
+    ):
+        done = python("-c", FIND, "acme/tiny", "acme/other", home=tmp_path / "home", endpoint=hub.url, folder=tmp_path, **variables)
+        own, cached, absent = done.stdout.splitlines()
+        assert own == cached == "acme/tiny 3" and says in absent
 
 
 def test_the_shipped_configuration_of_one_gpu(hub: Mirror, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from roll_lite.cli import main
+from roll_lite.config.loading import load_config
 from roll_lite.files import STARTERS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +48,27 @@ def test_the_commands_of_the_readme(recipe: str, tmp_path: Path, monkeypatch: py
         arguments = ["check", *command[2:]] if command[1] == "run" else command[1:]
         if "--episodes" not in arguments:  # needs the model; tests/environments/test_preview.py
             assert main(arguments) == 0, command
+
+
+def test_the_next_step_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = init("default", tmp_path / "mine")
+    monkeypatch.chdir(folder)
+    (settings,) = re.findall(r"```yaml\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    (folder / "my_run.yaml").write_text(settings)
+    assert list(load_config("my_run", folder, files=False).domains) == ["sums"]
+    small = ["model.path=examples/models/tiny_chat", "domains.sums.sampling={max_prompt_tokens: 100, max_tokens: 12}"]
+    assert main(["check", "--config-name", "my_run", *small]) == 0
+
+
+def test_the_next_step_of_gsm8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = init("gsm8k", tmp_path / "mine")
+    monkeypatch.chdir(folder)
+    lines = re.sub(", train: .*}", "}", (folder / "my_run.yaml").read_text().replace("gsm8k_tiny", "gsm8k_0.5b_grpo"))
+    left_out = re.compile(r" *(sampling|steps):")
+    (folder / "my_run.yaml").write_text("".join(line for line in lines.splitlines(keepends=True) if not left_out.match(line)))
+    config = load_config("my_run", folder, files=False)
+    assert config.steps == 200 and "openai--gsm8k" in str(config.domains["gsm8k"].data.train)
+    assert config.domains["gsm8k"].reward.terms[0].name == "my_reward.brief"
 
 
 def test_what_exists_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/configuration.md, docs/metrics.md, docs/rewards.md, docs/coming_from.md and docs/versioning.md: `make docs`.
+"""Writes the tables of docs/configuration.md, docs/metrics.md, docs/rewards.md, docs/coming_from.md, docs/versioning.md
+and docs/command_line.md: `make docs`.
 
 What stands above the marker of a page is written by hand and stays.
 """
@@ -9,19 +10,23 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from argparse import Action, ArgumentParser, _SubParsersAction
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from roll_lite.cli import _parser
 from roll_lite.config.coming_from.convert import table_of
 from roll_lite.config.problems import dotted, show
 from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import FORMER_NAMES, NAMES_IN_OTHER_TRAINERS, sections, shape_of
 from roll_lite.config.wording import field_type, in_words
+from roll_lite.files import changed_environment
 from roll_lite.observability.metric_table import DERIVED, METRICS
 from roll_lite.rewards.base import RewardType
 from roll_lite.rewards.registry import REWARDS, reward_type
@@ -174,12 +179,57 @@ def _told_names() -> Iterable[tuple[str, str, str]]:
         yield f"`{old}`", f"`{new}`", few
 
 
+# ---------------------------------------------------------------- command_line.md
+
+
+def command_line() -> str:
+    with changed_environment({}, without=("RAY_API_SERVER_ADDRESS",)):  # gives a default
+        return "\n\n".join(_command(command) for command in _commands(_parser()))
+
+
+def _commands(parser: ArgumentParser) -> Iterator[ArgumentParser]:
+    below = [action for action in parser._actions if isinstance(action, _SubParsersAction)]
+    if not below:
+        yield parser
+    for action in below:
+        for command in action.choices.values():
+            yield from _commands(command)
+
+
+def _command(command: ArgumentParser) -> str:
+    actions = [action for action in command._actions if action.dest != "help"]
+    places = [_named(action) for action in actions if not action.option_strings]
+    name = command.prog.removeprefix("roll-lite ")
+    usage = " ".join([name, *(["[options]"] if len(places) < len(actions) else []), *places])
+    description = command.description or ""
+    parts = [f"## {name}", f"`{usage}`", f"{description[:1].upper()}{description[1:]}."]
+    if actions:
+        parts.append(table(("argument", "value", "meaning"), map(partial(_argument, command), actions)))
+    return "\n\n".join(parts)
+
+
+def _named(action: Action) -> str:
+    name = str(action.metavar or action.dest)
+    return {"*": f"[{name} ...]", "?": f"[{name}]"}.get(str(action.nargs), name)
+
+
+def _argument(command: ArgumentParser, action: Action) -> tuple[str, str, str]:
+    names = [one for one in action.option_strings if "_" not in one] or [str(action.metavar or action.dest)]
+    shown = ", ".join(f"`{one}`" for one in names)
+    value = ", ".join(map(str, action.choices or ()))
+    if action.option_strings and action.nargs != 0:
+        value = value or str(action.metavar or action.dest.upper())
+    must = action.required and action.nargs not in ("*", "?")
+    return f"**{shown}**" if must else shown, value, _page_text(command._get_formatter()._expand_help(action))
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "metrics.md": metrics,
     "rewards.md": rewards,
     "coming_from.md": coming_from,
     "versioning.md": versioning,
+    "command_line.md": command_line,
 }
 
 

@@ -79,7 +79,7 @@ def run_tiny(why: str, engine: str, address: str | None, *settings: str) -> Diag
         f"actor_infer.strategy={engine}",
         "limits.start=900",
     ]
-    sys.stderr.write(f"{check}: running, which takes a minute or two\n")
+    sys.stderr.write(f"{check}: running, which takes minutes on a few CPU cores\n")
     with (folder / "output.txt").open("w") as output:
         command = [sys.executable, "-m", "roll_lite.cli", "run", "--config-name", "tiny_grpo", *given, *settings]
         code = run_forwarding_signals(command, stdout=output, stderr=output)

@@ -104,8 +104,10 @@ def check_engines() -> Iterator[Diagnosis]:
 
 
 def check_gpus() -> Iterator[Diagnosis]:
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        yield Diagnosis("gpus", "none, runs go on the CPU (gloo)")
+    devices = Path("/dev")
+    if not any(devices.glob("nvidia[0-9]*")):
+        amd = "an AMD GPU (/dev/kfd), on which nothing is tested; without torch for ROCm" if any(devices.glob("kfd")) else "none"
+        yield Diagnosis("gpus", f"{amd}, runs go on the CPU (gloo)")
         return
     driver = "".join(DRIVER.findall(getoutput(f"timeout {SECONDS:g} nvidia-smi"))) or "nvidia-smi tells no driver"
     try:

@@ -440,9 +440,8 @@ SECRET_VARIABLE = re.compile("key|token|secret|password|credential", re.IGNORECA
 SHORTEST_SECRET = 6
 
 
-def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings for trackers, without the section `trackers`. Values of environment variables with secret-like names become
-    `${oc.env:NAME}`."""
+def shown_settings(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings without secrets. Values of environment variables with secret-like names become `${oc.env:NAME}`."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:
@@ -454,7 +453,7 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
             value = value.replace(secret, f"${{oc.env:{name}}}")
         return value
 
-    return {key: shown(value) for key, value in without_secrets(dict(settings)).items() if key != "trackers"}
+    return {key: shown(value) for key, value in without_secrets(dict(settings)).items()}
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, known: Mapping[str, str] | None = None) -> list[Tracker]:

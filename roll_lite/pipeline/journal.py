@@ -47,7 +47,7 @@ from roll_lite.observability.report import (
 )
 from roll_lite.observability.run_folder import continues_in_folder, cut_after, folder_of_checkpoints
 from roll_lite.observability.timers import STEP, Span, StepTimers
-from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
+from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, shown_settings
 from roll_lite.pipeline.checkpoint_files import known_tracker_ids, resumption, steps_of
 from roll_lite.pipeline.ledger import Ledger
 from roll_lite.pipeline.skipped_updates import Skipped
@@ -113,7 +113,8 @@ class Journal:
 
     def connect(self) -> None:
         config, resume = self._config, self._config.checkpoint.source
-        settings = for_trackers(config.model_dump(mode="json"), os.environ)
+        settings = shown_settings(config.model_dump(mode="json"), os.environ)
+        del settings["trackers"]
         repeats_from = steps_of(resume) + 1 if resume is not None and continues_in_folder(config, self.folder) else None
         ids = {} if resume is None else known_tracker_ids(resumption(resume).checkpoint)
         built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings, repeats_from), ids)

@@ -23,15 +23,16 @@ from roll_lite.distributed.place import node_addresses, on_node
 from roll_lite.distributed.placement import Placement
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.files import first_line, is_local, try_store
-from roll_lite.hub import fetch
+from roll_lite.hub import MODEL_FILES, HubPath, fetch, is_of_model
 from roll_lite.pipeline import node_facts
 from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved_roles
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
 DOTTED_PATH = re.compile(r'"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)"')
 INSTALLED = {"site-packages", "dist-packages"}
-MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
-"""Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
+MODEL_SUFFIXES = (*MODEL_FILES, ".safetensors")
+"""Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template. Of a hub model, those of its files
+that are downloaded."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
 """Files up to READ_WHOLE bytes are hashed whole; of larger files, SAMPLES pieces of SAMPLE_BYTES bytes."""
 TOLD_FILES = 3
@@ -61,7 +62,8 @@ class Reader:
         fetch(self.folder)
         if not self.folder.is_dir():
             return {}
-        return {path.name: fingerprint(path) for path in self.folder.iterdir() if path.suffix in MODEL_SUFFIXES and path.is_file()}
+        is_read = is_of_model if isinstance(self.folder, HubPath) else lambda name: name.endswith(MODEL_SUFFIXES)
+        return {path.name: fingerprint(path) for path in self.folder.iterdir() if is_read(path.name) and path.is_file()}
 
 
 @dataclass(frozen=True)

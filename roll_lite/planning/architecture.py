@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from roll_lite.config.problems import LEFT_OUT
-from roll_lite.hub import config_notation
+from roll_lite.hub import HubPath, config_folder, config_notation, located
 from roll_lite.models.hf_config import HfConfig, hf_config_of, read_config, read_hf_config
 
 TABLE = Path(__file__).with_name("models.json")
@@ -61,7 +61,7 @@ def find(path: Path, configuration: str, named: str | None) -> Architecture:
     """Read config.json in folder `named` (option --model), by default in `path`.
 
     If there is no config.json, choose a public model from TABLE by the folder's name, which must begin with the model's name. If model.path
-    is not given, the configuration's name counts too. ValueError if no model fits.
+    is not given, the configuration's name counts too. For another name of the hub, download config.json. ValueError if no model fits.
     """
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
@@ -73,7 +73,14 @@ def find(path: Path, configuration: str, named: str | None) -> Architecture:
         if found:
             return of_config(max(found, key=len), table[max(found, key=len)])
     where = f"--model {named}" if named is not None else f"model.path = {meant}"
-    raise ValueError(f"{where}: no config.json there, and no known model of that name; give --model a folder, or one of {', '.join(table)}")
+    try:
+        hub = path if named is None else located(folder, "model")
+        if not isinstance(hub, HubPath):
+            raise ValueError(f"give --model a folder, a name of the hub, or one of {', '.join(table)}")
+        folder = config_folder(hub)
+    except ValueError as error:
+        raise ValueError(f"{where}: no config.json there, and no known model of that name; {error}") from error
+    return Architecture(meant.removeprefix("hf://"), read_config(folder), read_hf_config(folder))
 
 
 def of_scorer(path: Path) -> Architecture | None:
@@ -89,4 +96,4 @@ def of_config(name: str, raw: dict[str, Any]) -> Architecture:
 
 
 def _letters(name: str) -> str:
-    return re.sub("[-_ ]", "", name).lower()
+    return re.sub("^meta-|[-_ ]", "", name.lower())

@@ -347,10 +347,12 @@ def test_prepare_writes_rows_and_tells_what_was_left_out(tmp_path: Path, capsys:
     assert told.startswith(f"{out}: 2 of 3 rows; left out:\n  1 whose solution has no #### answer\nuse it with data: {{train: {out}")
     assert [json.loads(line)["answer"] for line in out.read_text().splitlines()] == ["41", "2,300"]
     assert main(command) == 2, "an existing file stays"
-    assert "File exists" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"gsm8k: {out}: File exists; remove it, or name a new file with --out\n"
     (tmp_path / "bad.jsonl").write_text('{"question": 1}\n')
     assert main(["data", "prepare", "gsm8k", "--from", str(tmp_path / "bad.jsonl"), "--out", str(tmp_path / "o.jsonl")]) == 2
     assert "1 rows cannot be read:" in capsys.readouterr().err
+    assert main(["data", "prepare", "gsm8k", "--from", str(tmp_path / "mistyped.jsonl"), "--out", str(tmp_path / "o.jsonl")]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "gsm8k.jsonl"], "what fails leaves no file"
     assert main(["data", "prepare", "deepscaler", "--split", "validation"]) == 2
     assert "deepscaler: has no validation data; use --split train" in capsys.readouterr().err
 

@@ -191,6 +191,14 @@ def test_without_gpus_runs_go_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (found.status, found.value) == ("ok", "none, runs go on the CPU (gloo)")
 
 
+def test_an_amd_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "Path", lambda _: SimpleNamespace(glob=lambda pattern: ["/dev/kfd"] if pattern == "kfd" else []))
+    (found,) = check_gpus()
+    assert found.status == "ok" and found.value.startswith(
+        "an AMD GPU (/dev/kfd), on which nothing is tested; without torch for ROCm, runs"
+    )
+
+
 def test_a_separate_process_that_crashes_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone(os.path.basename, "a/b") == "b"
     with pytest.raises(RuntimeError, match="terminated abruptly"):

@@ -19,7 +19,7 @@ from roll_lite.observability.trackers import (
     TrackedRun,
     Trackers,
     build_trackers,
-    for_trackers,
+    shown_settings,
     tracker_ids,
 )
 
@@ -258,9 +258,9 @@ def test_secrets_are_not_shown() -> None:
         "mine": {"api_key": "written out"},
         "trackers": [{"name": "wandb", "args": {"key": "sk-other"}}],
     }
-    shown = for_trackers(settings, {"MY_API_KEY": "sk-12345678", "SHORT_TOKEN": "a", "HOME": "/models"})
+    shown = shown_settings(settings, {"MY_API_KEY": "sk-12345678", "SHORT_TOKEN": "a", "HOME": "/models"})
     assert shown["mine"] == {"api_key": "***"}
-    assert "trackers" not in shown and shown["model"] == {"path": "/models/a"}
+    assert shown["trackers"] == [{"name": "wandb", "args": {"key": "***"}}] and shown["model"] == {"path": "/models/a"}
     assert shown["domains"]["x"]["reward"]["args"] == {"headers": ["Bearer ${oc.env:MY_API_KEY}"], "api_key_env": "MY_API_KEY"}
 
 

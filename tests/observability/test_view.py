@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ NAME = "small/first"
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     make_run(tmp_path / NAME)
-    make_run(tmp_path / "small/second", steps=2, exit_state="running", seed=8)
+    make_run(tmp_path / "small/second", steps=2, exit_state="running", seed=8, trackers=[{"name": "wandb", "args": {"api_key": "secret"}}])
     (tmp_path / "latest").symlink_to("small/second")
     return tmp_path
 
@@ -149,6 +150,8 @@ async def test_a_timeline_has_phases_samples_and_engines(client: TestClient[Any,
 async def test_settings_come_without_secrets(client: TestClient[Any, Any]) -> None:
     got = await answer(client, "config", run=NAME)
     assert got["seed"] == 7 and got["domains"]["add"] == {"share": 1}
+    other = await answer(client, "config", run="small/second")
+    assert other["trackers"] == [{"name": "wandb", "args": {"api_key": "***"}}]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +208,39 @@ async def test_a_live_run_shows_new_steps_and_drops_those_it_repeats(client: Tes
     assert (await answer(client, "runs"))[1]["steps"] == [1], "a torn line waits for its rest"
     while await counted(client, "small/second") != 14:
         await answer(client, "runs")
+
+
+def test_a_run_that_went_back_and_on_past_its_old_length_is_read_again(runs: Path) -> None:
+    run, file = Run("second", runs / "small/second"), runs / "small/second/metrics.jsonl"
+    assert list(run.records()) == [1, 2]
+    repeated = [json.dumps({"step": step, "reward/mean": step / 7, "time/step": 1.0}) for step in range(2, 20)]
+    file.write_text("\n".join([file.read_text().splitlines()[0], *repeated, "torn, by a full disk", '{"step": 20, "time/step": 2.0}', ""]))
+    assert list(run.records()) == list(range(1, 21))
+    assert run.records()[2] == {"reward/mean": 2 / 7, "time/step": 1.0}
+    file.write_text("")
+    assert run.records() == {} and run.records() == {}
+
+
+def test_requests_at_the_same_time_read_each_line_once(runs: Path) -> None:
+    file = runs / NAME / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step, "time/step": 1.0}) + "\n" for step in range(2000)))
+    for _ in range(5):
+        run = Run(NAME, runs / NAME)
+        with ThreadPoolExecutor(8) as pool:
+            assert [len(one) for one in pool.map(lambda _, run=run: run.records(), range(8))] == [2000] * 8
+        with file.open("a") as more:
+            more.write('{"step": 0, "reward/mean": 2.0}\n')
+        assert run.records()[0]["reward/mean"] == 2.0
+
+
+async def test_a_run_that_cannot_be_read_leaves_the_others_in_the_list(runs: Path) -> None:
+    (runs / NAME / "config.yaml").write_text("steps: [")
+    (runs / "small/second/summary.json").write_text("{")
+    make_run(runs / "small/third")
+    async with TestClient(TestServer(application([runs]))) as one:
+        first, second, third = await answer(one, "runs")
+    assert "unreadable: while parsing" in first["summary"]["exit"] and "unreadable: Expecting" in second["summary"]["exit"]
+    assert third["steps"] == [1, 2, 3, 4]
 
 
 def test_the_index_is_kept_and_follows_changed_files(runs: Path) -> None:

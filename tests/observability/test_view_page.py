@@ -135,6 +135,21 @@ async def test_every_filter_finds_its_samples(tab: Tab, address: str, tmp_path: 
     await tab.until(f"document.getElementById('found')?.innerText.startsWith('{both} samples')")
 
 
+async def test_samples_do_not_wait_for_the_choices_of_filters(tab: Tab, address: str) -> None:
+    await tab.open(address)
+    await tab.until("document.querySelector('.uplot')")
+    await tab.value(
+        """const before = fetch, held = []; window.release = () => held.forEach(one => one());
+        const later = given => new Promise(done => held.push(() => done(before(...given))));
+        window.fetch = (...given) => given[0].includes('by=domain') ? later(given) : before(...given);
+        location.hash = '#samples?run=small/first&domain=make'"""
+    )
+    await tab.until("document.getElementById('found')?.innerText.startsWith('12 samples') && document.querySelector('.sample')")
+    assert not await tab.value(CONTROL.format("'Domain'") + " !== undefined")
+    await tab.value("release()")
+    await tab.until(CONTROL.format("'Domain'") + "?.value === 'make'")
+
+
 @pytest.mark.parametrize(("column", "order"), [(0, "step"), (2, "score"), (3, "response_tokens"), (4, "advantage")])
 async def test_samples_stand_in_the_chosen_order(tab: Tab, address: str, column: int, order: str) -> None:
     await tab.open(f"{address}#samples?run=small/first&kind=step")
@@ -293,6 +308,12 @@ async def test_a_report_works_from_the_disk(tab: Tab, tmp_path: Path) -> None:
     for name, wanted in (("samples", ".sample"), ("domains", ".notes"), ("timeline", "canvas.time"), ("settings", "main tbody tr")):
         await tab.value(f"location.hash = '{name}'")
         await tab.until(f"document.querySelector('{wanted}')")
+    await tab.value("location.hash = 'timeline?step=3'")
+    await tab.until("document.querySelector('canvas.time')?.getAttribute('aria-label').startsWith('Step 3')")
+    lanes = "lanesOf(inside('timeline', { step: 3 }), ['add', 'make']).map(lane => lane.title)"
+    ranks = ["actor_train[0]", "actor_train[1]"]
+    engines = ["engine 0: samples", "engine 1: samples · here · process 17", "engines: samples"]
+    assert await tab.value(lanes) == ["driver: phases", *ranks, *engines, "rewards"]
     await tab.value("location.hash = 'samples?text=attacked'")
     await tab.until("document.getElementById('found')?.innerText.startsWith('4 samples')")
     assert await tab.value("window.attacked === undefined")

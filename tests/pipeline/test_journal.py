@@ -23,6 +23,7 @@ from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, Sample
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.observability.timers import Span
+from roll_lite.observability.trackers import TrackedRun
 from roll_lite.pipeline.journal import SOLVED, Journal
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.scheduler.stats import DomainStats, Recorder, RolloutStats
@@ -40,6 +41,13 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
     journal = Journal(load_config("tiny_grpo", ROOT / "examples/configs", ["trackers=[{name: jsonl}]"]), tmp_path)
     journal.connect()
     return journal
+
+
+def test_trackers_get_the_settings_without_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[TrackedRun] = []
+    monkeypatch.setattr("roll_lite.pipeline.journal.build_trackers", lambda _, run, ids: given.append(run) or [])
+    Journal(load_config("tiny_grpo", ROOT / "examples/configs", ["seed=5"]), tmp_path).connect()
+    assert given[0].settings["seed"] == 5 and "trackers" not in given[0].settings
 
 
 def update(mismatch: float, tokens: tuple[int, int, int] = (10, 0, 30), epoch: int = 0) -> Update:

@@ -29,12 +29,21 @@ from roll_lite.workers.objectives import ActorLoss
 PARAMETERS = {
     "Qwen/Qwen2.5-0.5B": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
     "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
 }
-"""As the models' pages on the hub say."""
+"""As the models' pages on the hub say; of Qwen3-0.6B and 1.7B, whose files hold the shared embedding twice, as it is counted once."""
 SMALL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -248,6 +257,7 @@ def test_models_are_found_by_name(tmp_path: Path) -> None:
         find(Path("/models/Qwen2.5-14B"), "qwen2.5_7b_grpo", None)
     of_config = config("llama3.1_8b_ppo").model.path
     assert find(of_config, "llama3.1_8b_ppo", None).name == "meta-llama/Llama-3.1-8B"
+    assert find(Path("???"), "mine", "meta-llama/Meta-Llama-3.1-8B-Instruct").name == "meta-llama/Llama-3.1-8B"
     assert find(Path("???"), "mine", "Qwen3-30B-A3B").name == "Qwen/Qwen3-30B-A3B"
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     assert find(tmp_path, "qwen2.5_7b_grpo", None).hf.hidden == 64

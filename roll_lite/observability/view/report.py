@@ -49,6 +49,7 @@ def content(run: Run) -> dict[str, Any]:
     steps = status["steps"]
     shown = [*_spread(run.folder, "step", STEPS), *_spread(run.folder, "validation", VALIDATIONS)]
     samples = [record for file in shown for record in _some(run, file, status["domains"])]
+    with_samples = {record["step"] for record in samples if record["kind"] == "step"}
     newest = {record["domain"]: (record["step"], record["group"]) for record in samples if record["kind"] == "step"}
     return {
         "runs": [status],
@@ -57,7 +58,9 @@ def content(run: Run) -> dict[str, Any]:
         "config": run.config(),
         "samples": samples,
         "tokens": {f"{step} {group}": run.tokens(step, group) for step, group in newest.values()},
-        "phases": {step: run.phases(step) for step in steps[:: max(1, len(steps) // POINTS)]},
+        "phases": {step: run.phases(step) for step in sorted({*steps[:: max(1, len(steps) // POINTS)], *with_samples})},
+        "lanes": {step: run.lanes(step) for step in with_samples},
+        "processes": run.processes(),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -15,7 +16,7 @@ import yaml
 
 from roll_lite.observability.report import SUMMARY_FILE
 from roll_lite.observability.run_folder import CONFIG_FILE
-from roll_lite.observability.trackers import METRICS_FILE, for_trackers
+from roll_lite.observability.trackers import METRICS_FILE, shown_settings
 from roll_lite.observability.view.index import SampleIndex
 
 PAGE = Path(__file__).with_name("page")
@@ -41,8 +42,10 @@ class Run:
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.folder = folder
+        self._lock = threading.Lock()
         self._records: dict[int, dict[str, float]] = {}
         self._read = 0
+        self._last_line = b""
 
     def status(self) -> dict[str, Any]:
         records, config = self.records(), self._config
@@ -57,18 +60,20 @@ class Run:
         }
 
     def records(self) -> dict[int, dict[str, float]]:
-        """Return metrics by step; reads new lines only."""
-        with suppress(FileNotFoundError), (self.folder / METRICS_FILE).open("rb") as lines:
-            if lines.seek(0, os.SEEK_END) < self._read:  # the run went back to a checkpoint
-                self._records, self._read = {}, 0
-            lines.seek(self._read)
-            for line in lines:
-                if line.endswith(b"\n"):
-                    record = json.loads(line)
-                    step = record.pop("step")
-                    self._records[step] = {**self._records.get(step, {}), **record}
-                    self._read += len(line)
-        return self._records
+        """Return metrics by step; reads new lines only. Lines that are not JSON are left out."""
+        with self._lock:
+            with suppress(FileNotFoundError), (self.folder / METRICS_FILE).open("rb") as lines:
+                lines.seek(self._read - len(self._last_line))
+                if lines.read(len(self._last_line)) != self._last_line:  # the run went back to a checkpoint
+                    self._records, self._read, self._last_line = {}, lines.seek(0), b""
+                for line in lines:
+                    if line.endswith(b"\n"):
+                        self._read, self._last_line = self._read + len(line), line
+                        with suppress(ValueError):
+                            record = json.loads(line)
+                            step = record.pop("step")
+                            self._records[step] = {**self._records.get(step, {}), **record}
+            return dict(self._records)
 
     def series(self, names: Collection[str], every: int = 1) -> dict[str, Any]:
         """Return `steps` and `values`, {metric: value at each step or None}. A name ending with `/` selects all metrics with this prefix.
@@ -80,7 +85,7 @@ class Run:
         return {"steps": steps, "values": {name: [records[step].get(name) for step in steps] for name in known}}
 
     def config(self) -> dict[str, Any]:
-        return for_trackers(self._config, os.environ)
+        return shown_settings(self._config, os.environ)
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -132,15 +137,20 @@ class Run:
         return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
 
     def timeline(self, step: int) -> dict[str, Any]:
-        """Return a step's `phases`, `work` (spans of driver and training ranks), `spans` (times of samples) and `engines` ({group: engine
-        of each sample's first turn}), and the run's `processes`."""
+        """Return a step's `phases`, `spans` (times of samples) and lanes, and the run's `processes`."""
+        return {"phases": self.phases(step), **self.lanes(step), "spans": self.index.spans(step), "processes": self.processes()}
+
+    def processes(self) -> list[dict[str, Any]]:
+        return _json_file(self.folder / "processes.json") or []
+
+    def lanes(self, step: int) -> dict[str, Any]:
+        """Return a step's `work` (spans of driver and training ranks) and `engines` ({group: engine of each sample's first turn})."""
         mark = f'"step":{step}}}'
         groups = [line for line in lines_of(self.folder / "ledger.jsonl", mark) if line["event"] == "group"]
         work: list[list[Any]] = next((line["spans"] for line in lines_of(self.folder / "spans.jsonl", mark)), [])
         of_samples = {line["group"]: [turns[0][0] if turns else None for turns in line["turns"]] for line in groups}
         engines = {group: [one[0] if isinstance(one, list) else one for one in firsts] for group, firsts in of_samples.items()}
-        processes = _json_file(self.folder / "processes.json") or []
-        return {"phases": self.phases(step), "work": work, "spans": self.index.spans(step), "engines": engines, "processes": processes}
+        return {"work": work, "engines": engines}
 
     @cached_property
     def index(self) -> SampleIndex:

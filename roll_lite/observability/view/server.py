@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
 from aiohttp import web
 from pydantic_core import to_json
 
@@ -30,6 +31,13 @@ Given = dict[str, list[str]]
 def _samples(run: Run, given: Given) -> list[dict[str, Any]]:
     start, count = (int(given.get(name, [default])[0]) for name, default in (("start", 0), ("count", 50)))
     return run.index.page(given, given.get("sort", ["-step"])[0], start, count)
+
+
+def _status(run: Run) -> dict[str, Any]:
+    try:
+        return run.status()
+    except (ValueError, OSError, yaml.YAMLError) as error:  # the other runs are shown
+        return {"name": run.name, "summary": {"exit": f"unreadable: {error}"}, "domains": [], "steps": [], "metrics": []}
 
 
 ANSWERS: dict[str, Callable[[Run, Given], Any]] = {
@@ -60,7 +68,7 @@ class Viewer:
                 if name not in self._runs:
                     self._runs[name] = Run(name, folder)
                 threading.Thread(target=self._runs[name].index.refresh, daemon=True).start()
-        return [{**run.status(), "waiting": run.index.waiting, "changes": run.index.changes} for run in self._runs.values()]
+            return [{**_status(run), "waiting": run.index.waiting, "changes": run.index.changes} for run in self._runs.values()]
 
     def answer(self, what: str, given: Given) -> Any:
         if what in ("runs", "metrics"):

@@ -73,7 +73,7 @@ function inside(what, given) {
   if (what === "group") return found;
   if (what === "timeline") {
     const spans = CONTENT.samples.filter(one => one.kind === "step" && one.step === Number(given.step));
-    return { phases: CONTENT.phases[given.step] || [], work: [], spans, engines: {}, processes: [] };
+    return { phases: CONTENT.phases[given.step] || [], work: [], engines: {}, ...CONTENT.lanes[given.step], spans, processes: CONTENT.processes };
   }
   if (what === "counts") {
     const sums = new Map();

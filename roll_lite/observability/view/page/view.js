@@ -37,7 +37,7 @@ function frame() {
     const exit = summary.exit || "unknown";
     return h("div", { class: "run", title: exit }, box, h("span", { class: "dot", style: `background:${color(at)}` }), h("b", {}, one.name),
       h("small", {}, one.evaluates ? "evaluation · " : `step ${summary.steps ?? one.steps.at(-1) ?? 0}${one.steps_planned ? ` of ${one.steps_planned}` : ""} · `,
-        h("span", { class: exit.startsWith("failed") ? "bad" : "" }, exit.slice(0, 60)), change, summary.warnings?.length ? h("span", { class: "bad", title: summary.warnings.map(w => w.message).join("\n") }, ` · ${summary.warnings.map(w => words(w.sign)).join(", ")}`) : ""));
+        h("span", { class: /^(failed|unreadable)/.test(exit) ? "bad" : "" }, exit.slice(0, 60)), change, summary.warnings?.length ? h("span", { class: "bad", title: summary.warnings.map(w => w.message).join("\n") }, ` · ${summary.warnings.map(w => words(w.sign)).join(", ")}`) : ""));
   }));
   const waiting = state.runs.reduce((sum, one) => sum + (one.waiting || 0), 0), running = state.runs.some(one => one.summary?.exit === "running");
   const live = document.getElementById("live");
@@ -135,9 +135,16 @@ async function samples(live, current) {
   const known = state.facets?.run === one.name, began = performance.now();
   let took = 0;
   const list = ask("samples", { ...question, count }).then(rows => { took = performance.now() - began; return rows; });
-  const [found, facets] = await Promise.all([list, known ? state.facets.counts : facetsOf(one.name)]);
-  if (!known) state.facets = { run: one.name, counts: facets };
-  else if (live) facetsOf(one.name).then(counts => { state.facets = { run: one.name, counts }; }, () => {});
+  const choices = h("span", { style: "display:contents" });
+  const set = name => event => go("samples", { [name]: event.target.value, at: "", more: "" }, true);
+  const pick = (label, name, options) => select(label, [["", "any"], ...options], given.get(name) || "", value => go("samples", { [name]: value, at: "", more: "" }, true));
+  const options = facet => facet.filter(item => item.value !== "").map(item => [item.value, `${item.value.slice(0, 70)} (${number(item.count)})`]);
+  const offer = facets => choices.replaceChildren(...[pick("Domain", "domain", options(facets[0])), facets[1].length > 1 && pick("Outcome", "outcome", options(facets[1])), pick("End", "finish_reason", options(facets[2])),
+    options(facets[3]).length > 0 && pick("Failure", "failure", options(facets[3])), options(facets[4]).length > 0 && pick("Part", "part", options(facets[4]))].filter(Boolean));
+  if (known) offer(state.facets.counts);
+  // The list does not wait for these counts.
+  if (!known || live) facetsOf(one.name).then(counts => { state.facets = { run: one.name, counts }; if (!known) offer(counts); }, () => {});
+  const found = await list;
   if (!current()) return;
   const table = sampleTable(found, given, count);
   const told = h("p", { class: "soft", id: "found", role: "status" }, live ? document.getElementById("found")?.textContent : `the first ${found.length} of …`);
@@ -149,13 +156,9 @@ async function samples(live, current) {
     if (focused) table.querySelector("[aria-selected=true]")?.focus();
     return;
   }
-  const set = name => event => go("samples", { [name]: event.target.value, at: "", more: "" }, true);
-  const pick = (label, name, options) => select(label, [["", "any"], ...options], given.get(name) || "", value => go("samples", { [name]: value, at: "", more: "" }, true));
-  const options = facet => facet.filter(item => item.value !== "").map(item => [item.value, `${item.value.slice(0, 70)} (${number(item.count)})`]);
   const bar = h("form", { class: "bar", role: "search", "aria-label": "Filter samples", onsubmit: event => event.preventDefault() }, runChoice("samples"),
     h("label", {}, "Text", h("input", { type: "search", id: "search", value: given.get("text") || "", placeholder: "in prompt, response, turns   /", onchange: set("text") })),
-    pick("Domain", "domain", options(facets[0])), pick("Of", "kind", [["step", "training"], ["validation", "validation"]]), pick("Correct", "correct", [["true", "yes"], ["false", "no"]]),
-    facets[1].length > 1 && pick("Outcome", "outcome", options(facets[1])), pick("End", "finish_reason", options(facets[2])), options(facets[3]).length > 0 && pick("Failure", "failure", options(facets[3])), options(facets[4]).length > 0 && pick("Part", "part", options(facets[4])),
+    choices, pick("Of", "kind", [["step", "training"], ["validation", "validation"]]), pick("Correct", "correct", [["true", "yes"], ["false", "no"]]),
     PAIRS.map(([name, label]) => h("div", { class: "field" }, label, h("span", { class: "pair" }, ["min", "max"].map(side => h("input", { type: "number", step: "any", "aria-label": `${label}, ${side === "min" ? "from" : "to"}`, placeholder: side === "min" ? "from" : "to", value: given.get(`${name}_${side}`) || "", onchange: set(`${name}_${side}`) }))))),
     select("Order", [["-step", "newest"], ["step", "oldest"], ["-score", "highest score"], ["score", "lowest score"], ["-response_tokens", "longest"], ["response_tokens", "shortest"], ["-advantage", "largest advantage"], ["advantage", "smallest advantage"], ["-turns", "most turns"]], given.get("sort") || "-step", value => go("samples", { sort: value }, true)),
     h("button", { type: "button", onclick: () => { location.hash = `#samples?${new URLSearchParams({ run: one.name })}`; } }, "Clear"));
@@ -367,7 +370,7 @@ async function timeline(live, current) {
 
 const PHASES = ["#4c78a8", "#f2a65a", "#72b7a1", "#c66b6b", "#9d86b8", "#d9c36a", "#7f9fbf", "#b98b6b"];
 
-// Lanes of bars {name, start, end, color}. Without spans of the driver (older runs, reports) its phases follow one another, so that generation ends with the last score.
+// Lanes of bars {name, start, end, color}. Without spans of the driver (older runs, most steps of a report) its phases follow one another, so that generation ends with the last score.
 function lanesOf(found, names) {
   const spans = found.spans.filter(one => one.asked_at && one.generated_at).map(one => ({ ...one, engine: found.engines[one.group]?.[one.index] ?? null }));
   const outer = found.phases.filter(([name]) => !name.includes("/") && name !== "step"), before = outer.slice(0, outer.findIndex(([name]) => name === "generate") + 1).reduce((sum, [, s]) => sum + s, 0);
