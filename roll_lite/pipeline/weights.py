@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -47,8 +48,10 @@ class WeightSync:
         dtype: str,
         expert_parallel: int = 1,
         drops_weights: bool = False,
+        unreadable: str | None = None,
     ) -> None:
-        """`drops_weights`: whether engines drop their weights between updates, so that every `push` must send them."""
+        """`drops_weights`: whether engines drop their weights between updates, so that every `push` must send them. `unreadable`: regular
+        expression of the names of tensors that are not verified."""
         self._model = actor
         self._restarts = restarts
         self._engines = restarts.replicas
@@ -58,6 +61,7 @@ class WeightSync:
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._expert_parallel = expert_parallel
         self._drops_weights = drops_weights
+        self._unreadable = unreadable
         self._export: ExportPlan | None = None
         self._rendezvous: tuple[str, int] | None = None
         self._interrupts: TCPStore | None = None
@@ -198,10 +202,10 @@ class WeightSync:
 
     def _verify(self, version: int, receivers: list[int]) -> None:
         assert self._export is not None
-        names = [tensor.name for tensor in self._export.tensors]
+        names = [one.name for one in self._export.tensors if self._unreadable is None or not re.search(self._unreadable, one.name)]
         for engine in self._restarts.newcomers:
             self._verified[engine] = 0
-        if self._config.verify == "sampled" and min(self._verified[engine] for engine in receivers) >= FULLY_VERIFIED:
+        if self._config.verify != "full" and min(self._verified[engine] for engine in receivers) >= FULLY_VERIFIED:
             names = sample(names, version)
         asked = self._engines.start_each_own(InferWorker.weight_checksums, dict.fromkeys(receivers, names))
         sent: dict[str, str] = {}

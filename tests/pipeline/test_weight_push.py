@@ -89,11 +89,12 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
         loads.append("out")
 
-    def make(held: str, verify: Any = "full", drops_weights: bool = False, transport: Any = "auto") -> Any:
+    def make(held: str, verify: Any = "full", drops_weights: bool = False, transport: Any = "auto", unreadable: str | None = None) -> Any:
         actor, engines, rollouts = Cluster({"a": "1"}), Cluster({"a": held}), Cluster({})
         model = SimpleNamespace(ranks=actor, loaded=loaded)
         restarts = Restarts(engines)
-        sync = WeightSync(model, restarts, rollouts, WeightSyncConfig(verify=verify, transport=transport), 1, "float32", 1, drops_weights)  # type: ignore[arg-type]
+        config = WeightSyncConfig(verify=verify, transport=transport)
+        sync = WeightSync(model, restarts, rollouts, config, 1, "float32", 1, drops_weights, unreadable)  # type: ignore[arg-type]
         return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads, engines=engines, restarts=restarts)
 
     return make
@@ -174,18 +175,27 @@ def test_a_successor_of_the_only_engine_connects_anew(sync: Any) -> None:
     assert [method for method, _ in made.engines.receivers] == ["connect_weights", "update_weights", "weight_checksums"]
 
 
-def test_an_engines_first_updates_are_compared_wholly_and_later_ones_by_samples(sync: Any) -> None:
-    """The only tensor is in the sample of every sixteenth version. A successor is new again."""
+def test_an_engines_first_updates_are_compared_wholly_and_later_ones_by_samples(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two tensors each update compares one. A successor is new again."""
+    monkeypatch.setattr(f"{__name__}.PLAN", ExportPlan(tuple(replace(PLAN.tensors[0], name=name) for name in "ab")))
     made = sync("1", "sampled")
     for version in range(1, 17):
         made.sync.push(version)
-    assert made.engines.compared == [["a"]] * 3 + [[]] * 12 + [["a"]]
+    assert made.engines.compared == [["a", "b"]] * 3 + [["a"], ["b"]] * 6 + [["a"]]
     made.restarts.newcomers = [0]
     made.sync.push(17)
     made.restarts.newcomers = []
     for version in (18, 19, 20):
         made.sync.push(version)
-    assert made.engines.compared[16:] == [["a"]] * 3 + [[]]
+    assert made.engines.compared[16:] == [["a", "b"]] * 3 + [["a"]]
+
+
+def test_tensors_that_engines_hold_otherwise_are_left_out(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("layers.0.mlp.experts.3.up_proj.weight", "layers.0.mlp.gate.weight", "norm.weight")
+    monkeypatch.setattr(f"{__name__}.PLAN", ExportPlan(tuple(replace(PLAN.tensors[0], name=name) for name in names)))
+    made = sync("1", unreadable=r"\.experts\.")
+    made.sync.push(3)
+    assert made.engines.compared == [list(names[1:])]
 
 
 def test_an_engine_with_other_weights_is_noticed_before_anything_is_sampled(sync: Any) -> None:

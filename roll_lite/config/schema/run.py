@@ -176,8 +176,8 @@ class WeightSyncConfig(Section):
     """MB per transfer. Larger: fewer transfers, more memory."""
     verify: Literal["auto", "none", "sampled", "full"] = "auto"
     """Compare checksums of the trainer's and engines' weights after each update; a difference ends the run. sampled: a different sixteenth
-    of the tensors each time, and all in an engine's first three updates. auto: sampled, or none if engines' weights cannot be compared
-    (fp8, models with experts on GPUs)."""
+    of the tensors each time, and all in an engine's first three updates; leaves out what cannot be compared (matrices in fp8, experts on
+    GPUs). auto: sampled."""
     timeout_s: PositiveFloat = 300.0
     """Seconds that trainer and engines wait for each other in a transfer."""
 
