@@ -71,7 +71,8 @@ class WeightSync:
         self._version: int | None = None
         """Version last sent; None before the first `push` and after the loss of a training rank, so that the next `push` sends all
         weights."""
-        self._transfer: Pending[dict[int, Transferred]] | None = None
+        self._transfer: list[Pending[Any]] = []
+        """Calls of both sides in the latest transfer, which the loss of another role may have left in flight."""
 
     @property
     def version(self) -> int:
@@ -101,11 +102,18 @@ class WeightSync:
                 pushed = replace(pushed, phases={**pushed.phases, "verify": time.monotonic() - started})
         return pushed
 
+    def end_transfer(self) -> None:
+        """Interrupt a transfer in flight, and wait until engines and living trainers have left it."""
+        if in_flight := [calls for calls in self._transfer if not calls.done and calls.group.end is None]:
+            self.break_off()
+            self._plan = None
+            for calls in in_flight:
+                calls.result()
+        self._transfer = []
+
     def trainer_lost(self) -> None:
-        """Wait until engines have left a broken transfer. The next `push` connects to the new training ranks and sends all weights."""
-        if self._transfer is not None:
-            self._transfer.result()
-        self._export = self._rendezvous = self._interrupts = self._plan = self._version = self._transfer = None
+        """Let the next `push` connect to the new training ranks and send all weights."""
+        self._export = self._rendezvous = self._interrupts = self._plan = self._version = None
 
     def break_off(self) -> None:
         """Interrupt a transfer in flight: the engines are about to end, and trainers must save."""
@@ -165,7 +173,6 @@ class WeightSync:
         """Wait for engines and trainers. Return None if an engine was lost: the caller must retry with all other engines, which may have
         read data from the lost one. Other failures raise RuntimeError with all causes."""
         interrupted: float | None = None
-        self._transfer = engines
         failed: dict[str, str] = {}
 
         def poll() -> None:
@@ -183,6 +190,7 @@ class WeightSync:
                     self._engines.actors[call.rank].give_up.remote(cause)
 
         both: list[Pending[Any]] = [engines, trainers]
+        self._transfer = both
         said, of_trainers = gather(*both, poll=poll)
         if any(call.lost for call in engines.calls):
             return None

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from roll_lite.config.schema.run import WeightSyncConfig
+from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership
 from roll_lite.pipeline import weights as module
@@ -221,6 +222,35 @@ def test_an_update_that_breaks_off_although_nobody_is_lost_is_a_failure(sync: An
     with pytest.raises(RuntimeError, match=r"^connect_weights failed: actor_infer\[0\]: trainer rank 0 did not come$"):
         made.sync.push(3)
     assert "set_version" not in made.rollouts.calls
+
+
+@pytest.mark.parametrize("trainers_live", [True, False])
+def test_a_transfer_that_another_roles_loss_left_in_flight_is_ended(
+    sync: Any, monkeypatch: pytest.MonkeyPatch, trainers_live: bool
+) -> None:
+    made, told, waited = sync("1"), [], []
+    monkeypatch.setattr(module, "interrupt", lambda rendezvous, epoch: told.append(epoch))
+    made.sync.push(3)
+    connects = made.engines.calls.count("connect_weights")
+
+    def gathered(engines: Any, trainers: Any, poll: Any) -> list[Any]:
+        for name, calls, end in (("engines", engines, None), ("trainers", trainers, None if trainers_live else "dead")):
+            calls.done, calls.group = False, SimpleNamespace(end=end)
+            calls.result = lambda name=name: waited.append(name)
+        raise RankFailed("rollouts", 0, "update_weights", "its process died", retryable=True)
+
+    whole = module.gather
+    monkeypatch.setattr(module, "gather", gathered)
+    with pytest.raises(RankFailed):
+        made.sync.push(4)
+    assert waited == [] and told == []
+    made.sync.end_transfer()
+    assert told == [2] and waited == ["engines", "trainers"][: 1 + trainers_live]
+    made.sync.end_transfer()
+    assert told == [2], "the next trainers have begun none"
+    monkeypatch.setattr(module, "gather", whole)
+    made.sync.push(4)
+    assert made.engines.calls.count("connect_weights") == connects + 1, "its group has broken off"
 
 
 @pytest.mark.parametrize("trainer_first", [False, True])
