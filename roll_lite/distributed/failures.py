@@ -36,23 +36,24 @@ class RankFailed(RuntimeError):
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
 
-    def final(self, restarts: int, setting: str) -> RankFailed:
+    def final(self, restarts: int, setting: str, when: str = "within an hour") -> RankFailed:
         """Return a copy that is not retryable, so that the run ends. The message names the restarts and the `setting` that limits them."""
         first, _, rest = self.cause.partition("\n")
-        why = f"after {restarts} restarts within an hour, {setting}"
+        why = f"after {restarts} restarts {when}, {setting}"
         final = RankFailed(self.role, self.rank, self.phase, f"{first} ({why})\n{rest}".rstrip())
         final.where = self.where
         return final
 
 
 class RestartBudget:
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = BUDGET_SECONDS) -> None:
+        self._seconds = seconds
         self._times: dict[Hashable, list[float]] = {}
 
     def allows(self, name: Hashable, restarts: int) -> bool:
-        """Count a restart and return True; return False if `name` already had `restarts` restarts within BUDGET_SECONDS."""
+        """Count a restart and return True; return False if `name` already had `restarts` restarts within the budget's seconds."""
         now = time.monotonic()
-        times = self._times[name] = [at for at in self._times.get(name, []) if now - at < BUDGET_SECONDS]
+        times = self._times[name] = [at for at in self._times.get(name, []) if now - at < self._seconds]
         if len(times) >= restarts:
             return False
         times.append(now)

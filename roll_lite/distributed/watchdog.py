@@ -24,12 +24,17 @@ STUCK_SECONDS = 15.0
 """Seconds for the main thread to act on a passed limit before the process is killed."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Limit:
     phase: str
     seconds: float
     setting: str
-    deadline: float
+    started: float
+    """Monotonic time of the start, plus the time in which limits were suspended."""
+
+    @property
+    def deadline(self) -> float:
+        return self.started + self.seconds
 
     def __str__(self) -> str:
         return f"{self.setting}: {self.seconds:g} s" if self.setting else f"{self.seconds:g} s"
@@ -63,15 +68,27 @@ class Watchdog:
     # ------------------------------------------------------------ limits
 
     @contextmanager
-    def limit(self, phase: str, seconds: float | None, setting: str | None = None) -> Iterator[None]:
+    def limit(self, phase: str, seconds: float | None, setting: str | None = None) -> Iterator[Limit]:
         """Limit the block to `seconds`; None or 0: unlimited. `setting`: the limit's YAML path; default: limits.<phase>."""
         seconds = seconds or math.inf
-        limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, time.monotonic() + seconds)
+        limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, time.monotonic())
         self._limits.append(limit)
+        try:
+            yield limit
+        finally:
+            self._limits.remove(limit)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Suspend all open limits in a block that has limits of its own."""
+        limits, self._limits = self._limits, []
+        started = time.monotonic()
         try:
             yield
         finally:
-            self._limits.remove(limit)
+            for limit in limits:
+                limit.started += time.monotonic() - started
+            self._limits = limits
 
     @property
     def nearest(self) -> Limit | None:

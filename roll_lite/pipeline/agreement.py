@@ -34,6 +34,9 @@ BOUND = {"float32": 0.01, "bfloat16": 0.2}
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
 """Mean log-prob differences in nats, by precision, that count as rounding: limits relative to earlier steps or other engines are never
 lower."""
+DRIFT = 0.1
+"""Mean log-prob difference in nats that each later weight update may add to `rollout.max_mismatch`, for samples of older weights. Usual are
+0.006 to 0.03, and 0.07 after Adam's first step."""
 STALE_FLOOR = 0.05
 """Log-prob difference in nats that counts as rounding (FLOOR) for samples of older weights, in any precision."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
@@ -163,6 +166,8 @@ class Agreement:
                 limits[f"{factor:g} times the median of the last {len(past)} step(s)"] = max(floor, factor * statistics.median(past))
             if others:
                 limits[f"{factor:g} times that of the other engines"] = max(floor, factor * _mean(others))
+            if not is_current:
+                limits[f"rollout.max_mismatch, and {DRIFT:g} for each of {age[0]} update(s) since"] = bound + DRIFT * age[0]
             exceeded = {why: limit for why, limit in limits.items() if mean > limit}
             if not exceeded:
                 self._exceeded.pop((age, engine), None)

@@ -25,7 +25,7 @@ from roll_lite.config.arithmetic import (
     trains,
     updates,
 )
-from roll_lite.config.checks.layout import verification
+from roll_lite.config.checks.layout import unreadable_weights
 from roll_lite.config.device_phases import WHOLE
 from roll_lite.config.schema.models import (
     CriticRoleConfig,
@@ -219,8 +219,8 @@ class Starter:
                 role.strategy.expert_parallel,
                 engine_offload(config) == "without_copy",
             )
-            settings = config.weight_sync.model_copy(update={"verify": verification(config)})
-            weights = WeightSync(models.actor, restarts, rollouts, settings, *sizes)
+            unreadable, _ = unreadable_weights(config) or (None, None)
+            weights = WeightSync(models.actor, restarts, rollouts, config.weight_sync, *sizes, unreadable)
         prompts, judge_restarts = config.rollout.prompts_per_step, {name: judge.restarts for name, judge in config.judges.items()}
         return LiveRollouts(engines, restarts, rollouts, self.reward_models(), self.judges(), judge_restarts, prompts, journal, weights)
 

@@ -18,6 +18,7 @@ from roll_lite.distributed.place import Place
 from roll_lite.distributed.placement import Slot, draining_nodes
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.inference.life import EngineMemory
+from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline.clusters import Engines
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.node_facts import installed
@@ -191,10 +192,11 @@ class EngineRestarts:
         self.take(parts)
         if not self.replicas.left and self._waiting:
             self._journal.console.message("no engine is left; the run waits until one has devices")
-        while not (left := self.replicas.left):
-            self.tend()
-            pause(self._group, next(iter(self._starts), 0), "the start of its successor")
-            self.take(parts)
+        with WATCHDOG.suspended():  # a weight update may wait here; limits.start limits the start
+            while not (left := self.replicas.left):
+                self.tend()
+                pause(self._group, next(iter(self._starts), 0), "the start of its successor")
+                self.take(parts)
         return left
 
     def settle(self) -> None:

@@ -9,6 +9,7 @@ therefore goes back to the checkpoint or copy and repeats whole steps, generatio
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,6 +63,8 @@ class Recovery:
         self._journal = journal
         self._batches: dict[int, RolloutBatch] = {}
         self._restarts = RestartBudget()
+        self._restarts_since_step = RestartBudget(math.inf)
+        self._most_steps = 0
         self._start: dict[str, Any] = {}
         self._service_start: dict[str, Any] = {}
         self.reached: dict[str, Any] = {}
@@ -78,6 +81,7 @@ class Recovery:
 
     def begin(self, state: dict[str, Any]) -> None:
         self._start = self.reached = _saved(state)
+        self._most_steps = self.reached["steps_done"]
         self._service_start = self.source_state = self._next_source_state = self._source.state_dict()
 
     def batch(self, step: int, take: Callable[[], RolloutBatch]) -> RolloutBatch:
@@ -102,6 +106,8 @@ class Recovery:
     def step_is_done(self, state: dict[str, Any]) -> None:
         self.reached, self._weights_are_known = _saved(state), True
         self.source_state = self._next_source_state
+        if self.reached["steps_done"] > self._most_steps:
+            self._most_steps, self._restarts_since_step = self.reached["steps_done"], RestartBudget(math.inf)
 
     def survive(self, pipeline: Recoverable, work: Callable[[], None]) -> None:
         """Call `work`. If a training rank, the rollout service or a judge is lost, recover and call `work` again."""
@@ -114,7 +120,7 @@ class Recovery:
                 work()
                 return
             except RankFailed as error:
-                if error.role not in self._source.judge_roles or not error.retryable:
+                if not self._source.judge_lost(error):
                     self._require_restart(error)
                 losses.append(error)
             except DamagedCheckpoint as error:
@@ -126,8 +132,9 @@ class Recovery:
         setting, allowed = self._allowed(failure.role)
         if not failure.retryable or allowed == 0:
             raise failure
-        if not self._restarts.allows(failure.role, allowed):
-            raise failure.final(allowed, setting)
+        for budget, when in ((self._restarts, "within an hour"), (self._restarts_since_step, "without a new step")):
+            if not budget.allows(failure.role, allowed):
+                raise failure.final(allowed, setting, when)
 
     def _allowed(self, role: str) -> tuple[str, int]:
         if role in SERVICES:
@@ -137,10 +144,10 @@ class Recovery:
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
         """Restart the lost roles and return to the state after the last step. If trained weights are lost or unknown (`goes_back`), all
         trained models load the newest checkpoint or in-memory copy, and later updates are repeated on the kept batches. If a batch is
-        missing (`_rewinds`), the run repeats whole steps instead."""
+        missing (`_rewinds`), the run repeats whole steps instead. Has no time limit, but its phases have."""
         started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
-        roles = {loss.role for loss in losses}
-        with self._journal.timers.phase("recovery"), WATCHDOG.uninterrupted():
+        roles, phase = {loss.role for loss in losses}, self._journal.timers.phase
+        with phase("recovery"), WATCHDOG.uninterrupted():
             trained = list(self._checkpoints.stateful(self._models).values())
             lost = [model for model in self._models.all if model.ranks.name in roles]
             if roles.intersection(SERVICES):
@@ -153,13 +160,15 @@ class Recovery:
                 self._rewinds = self._service_is_lost = True
             self._journal.rank_lost(failure, since, reached, "steps" if self._rewinds else "the updates of steps", 0 < copied == since)
             self._weights_are_known = not goes_back
-            for loss in losses:
-                self._source.restart_judge(loss)
-            pipeline.early.forget()
-            self._restart_models([*trained, *(model for model in lost if model not in trained)] if goes_back else lost, goes_back)
+            with phase("start"):
+                self._source.end_transfer()
+                self._source.restart_judges()
+                pipeline.early.forget()
+                self._restart_models([*trained, *(model for model in lost if model not in trained)] if goes_back else lost, goes_back)
             driver = self.reached
             if goes_back:
-                saved = self._checkpoints.go_back(self._models)
+                with phase("checkpoint"):
+                    saved = self._checkpoints.go_back(self._models)
                 driver, service = (self._start, self._service_start) if saved is None else (saved["pipeline"], saved["rollouts"])
                 if self._rewinds:
                     self.reached, self.source_state = driver, service
@@ -182,7 +191,7 @@ class Recovery:
     def _restart_service(self, pipeline: Recoverable) -> None:
         """Restart the rollout service in `source_state`. If the run went back to an earlier step, remove later records."""
         self._batches.clear()
-        with WATCH.expecting_answers(None):
+        with self._journal.timers.phase("start"), WATCH.expecting_answers(None):
             self._source.restart(self.source_state)
         self._journal.ledger.start(pipeline.steps_done, pipeline.version, again=True)
         forgotten = pipeline.validation.forget()
@@ -192,7 +201,8 @@ class Recovery:
             if pipeline.validation_is_due:
                 pipeline.validate()
         elif self._validation is not None:
-            pipeline.begin_validation(self._validation)
+            with self._journal.timers.phase("validation"):
+                pipeline.begin_validation(self._validation)
         self._rewinds = self._service_is_lost = False
         self._validation = None
 

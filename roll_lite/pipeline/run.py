@@ -80,7 +80,7 @@ def is_over(folder: Path, steps: int) -> bool:
 
 def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     journal = Journal(config, folder)
-    journal.timers.around = PhaseLimits(config.limits).limited
+    journal.timers.around = PhaseLimits(config.limits, config.rollout.stream_log_probs).limited
     WATCHDOG.silence_s = config.limits.silence or None
     interruption = Interruption(config.checkpoint.every > 0)
     end = RunEnd(journal, interruption)
@@ -103,24 +103,40 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
 
 
 class PhaseLimits:
-    """Time limits of phases: the configured ones and, for phases in REGULAR, `limits.hang_factor` times the longest time so far."""
+    """Time limits of phases: the configured ones and, for phases in REGULAR, `limits.hang_factor` times the longest time so far. Recovery
+    has none: its parts have."""
 
-    def __init__(self, limits: LimitsConfig) -> None:
+    def __init__(self, limits: LimitsConfig, streams: bool = False) -> None:
+        """`streams`: most of `log_probs` may be computed before the phase, or nothing. Its limit then follows the times of `train`, which
+        has the same tokens and takes longer."""
         self._limits = limits
+        self._measured = {"log_probs": "train"} if streams else {}
         self._longest: dict[str, float] = {}
+        self._failed: dict[str, float] = {}
+        """{phase: duration of its latest try, if it failed}: a phase that is slow, not hung, gets more time when it is repeated."""
 
     @contextmanager
     def limited(self, phase: str) -> Iterator[None]:
-        limits, longest = self._limits, self._longest.get(phase)
+        if phase == "recovery":
+            failed = dict(self._failed)
+            yield
+            self._failed |= failed  # updates that were repeated meanwhile may have been quicker
+            return
+        limits, longest = self._limits, self._longest.get(self._measured.get(phase, phase))
         seconds, setting = getattr(limits, phase, limits.other), None
         if phase in REGULAR and limits.hang_factor and longest is not None:
+            longest = max(longest, self._failed.get(phase, 0.0))
             usual = max(LEAST_HANG_S, limits.hang_factor * longest)
             if not seconds or usual < seconds:
                 seconds, setting = usual, f"limits.hang_factor {limits.hang_factor:g}, longest time so far {longest:.0f} s"
-        started = time.monotonic()
-        with WATCHDOG.limit(phase, seconds, setting):
-            yield
-        self._longest[phase] = max(longest or 0.0, time.monotonic() - started)
+        with WATCHDOG.limit(phase, seconds, setting) as limit:
+            try:
+                yield
+            except BaseException:
+                self._failed[phase] = time.monotonic() - limit.started
+                raise
+        self._failed.pop(phase, None)
+        self._longest[phase] = max(self._longest.get(phase, 0.0), time.monotonic() - limit.started)
 
 
 def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:

@@ -66,9 +66,15 @@ class BatchSource(ABC):
     def judge_roles(self) -> Collection[str]:
         return ()
 
-    def restart_judge(self, failure: RankFailed) -> bool:
-        """Restart a judge that was lost. Return False if `failure` is of another role."""
+    def judge_lost(self, failure: RankFailed) -> bool:
+        """Count the restart of a lost judge. Return False if `failure` is of another role."""
         return False
+
+    def restart_judges(self) -> None:  # noqa: B027 (for a source with judges)
+        """Restart lost judges."""
+
+    def end_transfer(self) -> None:  # noqa: B027 (for a source with engines)
+        """Interrupt a weight transfer in flight, and wait for its end."""
 
     def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
         """Prepare for new training ranks: engines leave shared devices, and get all weights again."""
@@ -136,8 +142,7 @@ class LiveRollouts(BatchSource):
     def judge_roles(self) -> Collection[str]:
         return [servers.name for servers in self.judges.values()]
 
-    def restart_judge(self, failure: RankFailed) -> bool:
-        """Restart lost judges at their old addresses. Meanwhile, rewards retry the samples of these judges."""
+    def judge_lost(self, failure: RankFailed) -> bool:
         found = [name for name, servers in self.judges.items() if servers.name == failure.role and failure.retryable]
         for name in found:
             if not self._restarts.allows(name, self.judge_restarts[name]):
@@ -145,12 +150,15 @@ class LiveRollouts(BatchSource):
             cause = failure.cause.splitlines()[0]
             self.journal.console.message(f"{failure.role} rank {failure.rank}{failure.where} is lost and starts again: {cause}")
             self._lost_judges[name] = time.monotonic()
+        return bool(found)
+
+    def restart_judges(self) -> None:
+        """Restart lost judges at their old addresses. Meanwhile, rewards retry the samples of these judges."""
         for name, since in list(self._lost_judges.items()):
             self.judges[name].rebuild()
             self.judges[name].all(JudgeWorker.initialize, self._addresses[name])
             del self._lost_judges[name]
             self.journal.console.message(f"judges.{name} is back, {time.monotonic() - since:.0f} s after its loss")
-        return bool(found)
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         if phase is Phase.SYNC_WEIGHTS:
@@ -203,7 +211,8 @@ class LiveRollouts(BatchSource):
             try:
                 result = self._shown(rollouts, label, poll, held_out)
             except RankFailed as failure:
-                if self.restart_judge(failure):
+                if self.judge_lost(failure):
+                    self.restart_judges()
                     continue
                 if failure.role == self.rollouts.name and failure.retryable:
                     self.engines.replicas.each(InferWorker.forget_requests)  # engines on shared devices are offloaded next
@@ -233,6 +242,10 @@ class LiveRollouts(BatchSource):
         finally:
             if asked is not None:
                 asked.settle()
+
+    def end_transfer(self) -> None:
+        if self.weights is not None:
+            self.weights.end_transfer()
 
     def trainer_lost(self) -> None:
         if self.weights is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -47,8 +48,10 @@ class WeightSync:
         dtype: str,
         expert_parallel: int = 1,
         drops_weights: bool = False,
+        unreadable: str | None = None,
     ) -> None:
-        """`drops_weights`: whether engines drop their weights between updates, so that every `push` must send them."""
+        """`drops_weights`: whether engines drop their weights between updates, so that every `push` must send them. `unreadable`: regular
+        expression of the names of tensors that are not verified."""
         self._model = actor
         self._restarts = restarts
         self._engines = restarts.replicas
@@ -58,6 +61,7 @@ class WeightSync:
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._expert_parallel = expert_parallel
         self._drops_weights = drops_weights
+        self._unreadable = unreadable
         self._export: ExportPlan | None = None
         self._rendezvous: tuple[str, int] | None = None
         self._interrupts: TCPStore | None = None
@@ -67,7 +71,8 @@ class WeightSync:
         self._version: int | None = None
         """Version last sent; None before the first `push` and after the loss of a training rank, so that the next `push` sends all
         weights."""
-        self._transfer: Pending[dict[int, Transferred]] | None = None
+        self._transfer: list[Pending[Any]] = []
+        """Calls of both sides in the latest transfer, which the loss of another role may have left in flight."""
 
     @property
     def version(self) -> int:
@@ -97,11 +102,18 @@ class WeightSync:
                 pushed = replace(pushed, phases={**pushed.phases, "verify": time.monotonic() - started})
         return pushed
 
+    def end_transfer(self) -> None:
+        """Interrupt a transfer in flight, and wait until engines and living trainers have left it."""
+        if in_flight := [calls for calls in self._transfer if not calls.done and calls.group.end is None]:
+            self.break_off()
+            self._plan = None
+            for calls in in_flight:
+                calls.result()
+        self._transfer = []
+
     def trainer_lost(self) -> None:
-        """Wait until engines have left a broken transfer. The next `push` connects to the new training ranks and sends all weights."""
-        if self._transfer is not None:
-            self._transfer.result()
-        self._export = self._rendezvous = self._interrupts = self._plan = self._version = self._transfer = None
+        """Let the next `push` connect to the new training ranks and send all weights."""
+        self._export = self._rendezvous = self._interrupts = self._plan = self._version = None
 
     def break_off(self) -> None:
         """Interrupt a transfer in flight: the engines are about to end, and trainers must save."""
@@ -161,7 +173,6 @@ class WeightSync:
         """Wait for engines and trainers. Return None if an engine was lost: the caller must retry with all other engines, which may have
         read data from the lost one. Other failures raise RuntimeError with all causes."""
         interrupted: float | None = None
-        self._transfer = engines
         failed: dict[str, str] = {}
 
         def poll() -> None:
@@ -179,6 +190,7 @@ class WeightSync:
                     self._engines.actors[call.rank].give_up.remote(cause)
 
         both: list[Pending[Any]] = [engines, trainers]
+        self._transfer = both
         said, of_trainers = gather(*both, poll=poll)
         if any(call.lost for call in engines.calls):
             return None
@@ -198,10 +210,10 @@ class WeightSync:
 
     def _verify(self, version: int, receivers: list[int]) -> None:
         assert self._export is not None
-        names = [tensor.name for tensor in self._export.tensors]
+        names = [one.name for one in self._export.tensors if self._unreadable is None or not re.search(self._unreadable, one.name)]
         for engine in self._restarts.newcomers:
             self._verified[engine] = 0
-        if self._config.verify == "sampled" and min(self._verified[engine] for engine in receivers) >= FULLY_VERIFIED:
+        if self._config.verify != "full" and min(self._verified[engine] for engine in receivers) >= FULLY_VERIFIED:
             names = sample(names, version)
         asked = self._engines.start_each_own(InferWorker.weight_checksums, dict.fromkeys(receivers, names))
         sent: dict[str, str] = {}

@@ -70,7 +70,8 @@ class Ranks:
         self._actors = list(actors)
         self._places: list[Place] = []
         self._are_connected = STRATEGIES[config.strategy.name].connects_ranks
-        self._is_resident = not config.offload
+        self._is_resident = None if config.offload else True
+        """None: unknown, since a lost rollout service may have left the model on its devices."""
         self._moving = asyncio.Lock()
         self._is_initialized = True
         """True until the first call of `start`, which need not load the model, because the driver has. Later calls, after the loss of a
@@ -201,6 +202,10 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
             await asyncio.wait(self._open)
         async with self._fleet.drained():
             await asyncio.gather(*(ranks.move(False) for ranks in self._fleet.serving))
+
+    async def leave_devices(self) -> None:
+        if self._config.offload:
+            await asyncio.gather(*(ranks.move(False) for ranks in self._fleet.members))
 
     def close(self) -> None:
         self._fleet.close(kill=False)

@@ -153,7 +153,7 @@ class RolloutWorker(AsyncWorker):
         self._domains = await asyncio.to_thread(self._load_domains)
         freeze_heap()
         gc.set_threshold(*GC_THRESHOLDS)
-        await starting
+        await asyncio.gather(starting, *(model.leave_devices() for model in self._reward_models.values()))
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:

@@ -34,8 +34,9 @@ def test_fp8_rollouts_without_a_gpu(project: Project, monkeypatch: pytest.Monkey
     [
         (FP8, QUANTIZATION, "set algorithm.mismatch_correction (weight: {level: token"),
         (CORRECTED.replace("bfloat16", "float32"), QUANTIZATION, "model.dtype) is float32"),
-        (CORRECTED + "weight_sync: {verify: sampled}", "weight_sync.verify", "bit for bit"),
-        (CORRECTED + "weight_sync: {verify: sampled}\nactor_train: {lora: {engines: adapter}}", None, ""),
+        (CORRECTED + "weight_sync: {verify: full}", "weight_sync.verify", "bit for bit; use sampled, which leaves them out"),
+        (CORRECTED + "weight_sync: {verify: sampled}", None, ""),
+        (CORRECTED + "weight_sync: {verify: full}\nactor_train: {lora: {engines: adapter}}", None, ""),
         (CORRECTED, None, ""),
         (FP8 + "algorithm: {old_log_probs: rollout}", None, ""),
         (FP8 + "mode: rollout_only", None, ""),
@@ -45,6 +46,12 @@ def test_what_goes_with_fp8_rollouts(project: Project, gpus: None, yaml: str, pa
     problems = project.problems_of(yaml)
     assert [problem.path for problem in problems] == ([path] if path else [])
     assert all(fragment in problem.message for problem in problems)
+
+
+def test_what_is_not_compared_with_the_engines_is_told(project: Project, gpus: None) -> None:
+    fp8 = "model.dtype=bfloat16", f"{QUANTIZATION}=fp8", "algorithm.mismatch_correction={weight: {high: 2.0}}"
+    assert check_layout.verify_notes(project.load(*fp8))[0].startswith("weight_sync.verify leaves out matrices of layers")
+    assert check_layout.verify_notes(project.load(*fp8, "weight_sync.verify=none")) == check_layout.verify_notes(project.load()) == []
 
 
 def test_sglang_replaces_fp8_weights_of_some_families(project: Project, gpus: None) -> None:

@@ -39,6 +39,19 @@ def test_no_limit_is_none() -> None:
     assert dog.nearest is None
 
 
+def test_limits_can_be_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    dog = Watchdog()
+    with dog.limit("sync_weights", 300) as limit:
+        now = 100.0
+        with dog.suspended():
+            now = 5100.0
+            assert dog.nearest is None
+        assert dog.nearest is limit and limit.deadline == 5300.0, "200 s are left"
+    assert dog.nearest is None
+
+
 @pytest.mark.parametrize(("how", "said"), [("kill", r"\(sleep\) died"), ("suspend", r"\(sleep\) has been stopped, as by SIGSTOP, for 1 s")])
 def test_a_lost_process_of_the_session_is_told_where_the_driver_waits(how: str, said: str) -> None:
     dog = Watchdog()

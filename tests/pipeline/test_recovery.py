@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,12 +55,15 @@ class Pipeline:
         }
         trained = {role: self.models[role] for role in ("actor_train", "critic")}
         self.checkpoints = checkpoints = SimpleNamespace(stateful=lambda _: trained, go_back=self._go_back, newest_step=0, copied_step=0)
+        self.lost_judges: list[str] = []
         source = SimpleNamespace(
+            end_transfer=lambda: self.phases.append("end of the transfer"),
             trainer_lost=story.tells("trainer lost"),
             state_dict=lambda: {"batches": 0},
             restart=lambda state: story.append(f"service after {state['batches']}"),
             judge_roles=["judges.main"],
-            restart_judge=lambda failure: story.append(f"judge {failure.role}") if failure.role == "judges.main" else None,
+            judge_lost=self._judge_lost,
+            restart_judges=self._restart_judges,
         )
         journal = SimpleNamespace(
             timers=SimpleNamespace(phase=self._phase),
@@ -75,6 +78,7 @@ class Pipeline:
         models = SimpleNamespace(all=list(self.models.values()))
         self.validation = SimpleNamespace(forget=lambda: None)
         self.validation_is_due = False
+        self.phases: list[str] = []
         self.early_forgotten = 0
         self.early = SimpleNamespace(forget=self._forget_early)
         self.validate = story.tells("validate")
@@ -84,7 +88,17 @@ class Pipeline:
 
     @contextmanager
     def _phase(self, name: str) -> Any:
+        self.phases.append(name)
         yield
+
+    def _judge_lost(self, failure: RankFailed) -> bool:
+        is_lost = failure.role == "judges.main" and failure.retryable
+        self.lost_judges += [failure.role] * is_lost
+        return is_lost
+
+    def _restart_judges(self) -> None:
+        self.story.extend(f"judge {role}" for role in self.lost_judges)
+        self.lost_judges.clear()
 
     def _forget_early(self) -> None:
         assert "rebuild" not in str(self.story[-1:]), "before the new ranks come"
@@ -204,6 +218,52 @@ def test_a_judge_starts_again_alone_and_the_step_is_repeated() -> None:
     pipeline.fails = {"before training 3": [lost("judges.main", retryable=False)]}
     with pytest.raises(RankFailed, match="its process died"):
         pipeline.run(3)
+
+
+def test_a_judge_that_is_back_is_left_alone_though_a_rank_is_lost_meanwhile() -> None:
+    pipeline = Pipeline()
+    pipeline.fails = {"before training 2": [lost("judges.main")]}
+    fail_in(pipeline, pipeline, "restore", lost("reference"))
+    assert pipeline.run(2)[3:] == [
+        *("judges.main lost, 1 to 1", "judge judges.main"),
+        *("reference lost, 1 to 1", "rebuild reference", "restore 1", "returned", "train 2"),
+    ]
+
+
+def test_each_part_of_a_recovery_has_its_own_limit() -> None:
+    pipeline = Pipeline()
+    pipeline.run(2)
+    pipeline.checkpoints.newest_step = 2
+    pipeline.validation.forget = lambda: 2
+    pipeline.fails = {"before training 3": [lost("rollouts"), lost("critic")]}
+    pipeline.run(3)
+    service = ["recovery", "start", "end of the transfer", "start", "validation"]
+    assert pipeline.phases == [*service, "recovery", "start", "end of the transfer", "checkpoint"]
+
+
+def test_recoveries_without_a_new_step_end_the_run_however_long_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its repeated updates hang for an hour each time."""
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    pipeline = Pipeline()
+    pipeline.run(2)
+    pipeline.fails = {"training 3": [lost("actor_train")]}
+
+    def hang(_: Any) -> None:
+        nonlocal now
+        now += 4000.0
+        raise lost("actor_train")
+
+    repeat, pipeline.repeat_update = pipeline.repeat_update, hang  # type: ignore[method-assign]
+    with pytest.raises(RankFailed, match=r"its process died \(after 3 restarts without a new step, actor_train.restarts\)"):
+        pipeline.run(3)
+    assert now == 12000.0
+    pipeline.repeat_update = repeat  # type: ignore[method-assign]
+    for step in range(3, 7):
+        now += 4000.0
+        pipeline = pipeline if step > 3 else Pipeline()
+        pipeline.fails = {f"training {step}": [lost("actor_train")]}
+        pipeline.run(step)
 
 
 def test_a_rank_that_is_lost_during_recovery_begins_it_again() -> None:
@@ -442,3 +502,41 @@ def test_a_phase_that_lasts_much_longer_than_ever_counts_as_hung(monkeypatch: py
     assert limit("log_probs", 1.0) == 7200.0
     assert limit("log_probs", 1.0) == (300.0 if factor else 7200.0), "short phases vary more"
     assert limit("generate", 70.0) == 7200.0 and limit("generate", 1.0) == 7200.0, "responses grow"
+    with limits.limited("recovery"):
+        assert WATCHDOG.nearest is None, "its parts have limits"
+
+
+class Clock:
+    """Measures limits of phases that last a given time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limits: PhaseLimits) -> None:
+        self.now, self.limits = 1000.0, limits
+        monkeypatch.setattr("roll_lite.pipeline.run.time.monotonic", lambda: self.now)
+
+    def limit(self, phase: str, lasts: float) -> float:
+        """Let a phase last that long, or fail at its limit; return the limit."""
+        with suppress(TimeoutError), self.limits.limited(phase):
+            assert WATCHDOG.nearest is not None
+            seconds = WATCHDOG.nearest.seconds
+            self.now += min(lasts, seconds)
+            if lasts > seconds:
+                raise TimeoutError
+        return seconds
+
+
+def test_forward_passes_of_which_only_the_rest_was_timed_are_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, PhaseLimits(LimitsConfig(), streams=True))
+    assert clock.limit("log_probs", 2.0) == 7200.0
+    clock.limit("train", 100.0)
+    assert clock.limit("log_probs", 2.0) == 1000.0, "all of a batch that was complete at once takes no longer than its training"
+
+
+def test_a_phase_that_was_slow_gets_more_time_when_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, PhaseLimits(LimitsConfig()))
+    clock.limit("train", 1.0)
+    assert clock.limit("train", 500.0) == 300.0
+    with clock.limits.limited("recovery"):
+        clock.limit("train", 1.0)
+    assert clock.limit("train", 500.0) == 3000.0
+    clock.limit("log_probs", 1.0)
+    assert [clock.limit("log_probs", lasts) for lasts in (1e9, 1.0, 1.0)] == [300.0, 3000.0, 300.0], "a hang is found as soon as before"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from roll_lite.config.schema.run import WeightSyncConfig
+from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership
 from roll_lite.pipeline import weights as module
@@ -89,11 +90,12 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
         loads.append("out")
 
-    def make(held: str, verify: Any = "full", drops_weights: bool = False, transport: Any = "auto") -> Any:
+    def make(held: str, verify: Any = "full", drops_weights: bool = False, transport: Any = "auto", unreadable: str | None = None) -> Any:
         actor, engines, rollouts = Cluster({"a": "1"}), Cluster({"a": held}), Cluster({})
         model = SimpleNamespace(ranks=actor, loaded=loaded)
         restarts = Restarts(engines)
-        sync = WeightSync(model, restarts, rollouts, WeightSyncConfig(verify=verify, transport=transport), 1, "float32", 1, drops_weights)  # type: ignore[arg-type]
+        config = WeightSyncConfig(verify=verify, transport=transport)
+        sync = WeightSync(model, restarts, rollouts, config, 1, "float32", 1, drops_weights, unreadable)  # type: ignore[arg-type]
         return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads, engines=engines, restarts=restarts)
 
     return make
@@ -174,18 +176,27 @@ def test_a_successor_of_the_only_engine_connects_anew(sync: Any) -> None:
     assert [method for method, _ in made.engines.receivers] == ["connect_weights", "update_weights", "weight_checksums"]
 
 
-def test_an_engines_first_updates_are_compared_wholly_and_later_ones_by_samples(sync: Any) -> None:
-    """The only tensor is in the sample of every sixteenth version. A successor is new again."""
+def test_an_engines_first_updates_are_compared_wholly_and_later_ones_by_samples(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two tensors each update compares one. A successor is new again."""
+    monkeypatch.setattr(f"{__name__}.PLAN", ExportPlan(tuple(replace(PLAN.tensors[0], name=name) for name in "ab")))
     made = sync("1", "sampled")
     for version in range(1, 17):
         made.sync.push(version)
-    assert made.engines.compared == [["a"]] * 3 + [[]] * 12 + [["a"]]
+    assert made.engines.compared == [["a", "b"]] * 3 + [["a"], ["b"]] * 6 + [["a"]]
     made.restarts.newcomers = [0]
     made.sync.push(17)
     made.restarts.newcomers = []
     for version in (18, 19, 20):
         made.sync.push(version)
-    assert made.engines.compared[16:] == [["a"]] * 3 + [[]]
+    assert made.engines.compared[16:] == [["a", "b"]] * 3 + [["a"]]
+
+
+def test_tensors_that_engines_hold_otherwise_are_left_out(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("layers.0.mlp.experts.3.up_proj.weight", "layers.0.mlp.gate.weight", "norm.weight")
+    monkeypatch.setattr(f"{__name__}.PLAN", ExportPlan(tuple(replace(PLAN.tensors[0], name=name) for name in names)))
+    made = sync("1", unreadable=r"\.experts\.")
+    made.sync.push(3)
+    assert made.engines.compared == [list(names[1:])]
 
 
 def test_an_engine_with_other_weights_is_noticed_before_anything_is_sampled(sync: Any) -> None:
@@ -211,6 +222,35 @@ def test_an_update_that_breaks_off_although_nobody_is_lost_is_a_failure(sync: An
     with pytest.raises(RuntimeError, match=r"^connect_weights failed: actor_infer\[0\]: trainer rank 0 did not come$"):
         made.sync.push(3)
     assert "set_version" not in made.rollouts.calls
+
+
+@pytest.mark.parametrize("trainers_live", [True, False])
+def test_a_transfer_that_another_roles_loss_left_in_flight_is_ended(
+    sync: Any, monkeypatch: pytest.MonkeyPatch, trainers_live: bool
+) -> None:
+    made, told, waited = sync("1"), [], []
+    monkeypatch.setattr(module, "interrupt", lambda rendezvous, epoch: told.append(epoch))
+    made.sync.push(3)
+    connects = made.engines.calls.count("connect_weights")
+
+    def gathered(engines: Any, trainers: Any, poll: Any) -> list[Any]:
+        for name, calls, end in (("engines", engines, None), ("trainers", trainers, None if trainers_live else "dead")):
+            calls.done, calls.group = False, SimpleNamespace(end=end)
+            calls.result = lambda name=name: waited.append(name)
+        raise RankFailed("rollouts", 0, "update_weights", "its process died", retryable=True)
+
+    whole = module.gather
+    monkeypatch.setattr(module, "gather", gathered)
+    with pytest.raises(RankFailed):
+        made.sync.push(4)
+    assert waited == [] and told == []
+    made.sync.end_transfer()
+    assert told == [2] and waited == ["engines", "trainers"][: 1 + trainers_live]
+    made.sync.end_transfer()
+    assert told == [2], "the next trainers have begun none"
+    monkeypatch.setattr(module, "gather", whole)
+    made.sync.push(4)
+    assert made.engines.calls.count("connect_weights") == connects + 1, "its group has broken off"
 
 
 @pytest.mark.parametrize("trainer_first", [False, True])

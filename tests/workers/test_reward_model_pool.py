@@ -307,9 +307,19 @@ async def test_a_model_that_gives_its_memory_back_is_loaded_when_there_is_someth
     assert sorted(len(actor.moves) for actor in actors) == [2, 3], "only the copy that scores is loaded"
     staying = ranks(1)
     async with client(staying) as model:
+        await model.leave_devices()
         await model.score("x")
         await model.rest()
     assert staying[0].moves == []
+
+
+async def test_a_model_that_a_lost_service_left_on_its_devices_is_offloaded_by_the_next() -> None:
+    actors = ranks(2)
+    async with client(actors, offload=True) as model:
+        await model.leave_devices()
+        assert all(actor.moves == ["offload"] for actor in actors)
+        await asyncio.gather(*(model.score("x") for _ in range(20)))
+    assert all(actor.moves == ["offload", "load"] for actor in actors)
 
 
 # ---------------------------------------------------------------- on Ray

@@ -4,7 +4,6 @@ import os
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
 
 from roll_lite.config.arithmetic import (
     Role,
@@ -197,25 +196,27 @@ def _deterministic_runs_on_cpu(config: RunConfig) -> Mistakes:
 
 
 def _verified_weights(config: RunConfig) -> Mistakes:
-    if config.weight_sync.verify in ("sampled", "full") and (why := unreadable_weights(config)) is not None:
-        yield "weight_sync.verify", f"{why}; use none"
+    verify = config.weight_sync.verify
+    if config.mode == "rollout_only" and verify in ("sampled", "full"):
+        yield "weight_sync.verify", "in mode: rollout_only nothing trains, and no weights are sent that could be compared; use none"
+    elif verify == "full" and (unreadable := unreadable_weights(config)) is not None:
+        yield "weight_sync.verify", f"cannot compare {unreadable[1]}; use sampled, which leaves them out"
 
 
-def verification(config: RunConfig) -> Literal["none", "sampled", "full"]:
-    if config.weight_sync.verify != "auto":
-        return config.weight_sync.verify
-    return "sampled" if unreadable_weights(config) is None else "none"
-
-
-def unreadable_weights(config: RunConfig) -> str | None:
+def unreadable_weights(config: RunConfig) -> tuple[str, str] | None:
+    """Return (regular expression of the names of tensors that cannot be compared with the engines', reason); None if all can be."""
     strategy, shape = config.actor_infer.strategy, known_shape(config.model.path)
-    if config.mode == "rollout_only":
-        return "in mode: rollout_only nothing trains, and no weights are sent that could be compared"
     if strategy.quantization == "fp8" and adapters_of_engines(config) is None:
-        return "an engine in fp8 does not hold the trainer's weights bit for bit"
+        return r"_proj\.|\.gate\.", "matrices of layers: an engine in fp8 does not hold them bit for bit"
     if shape is not None and shape.experts is not None and (gpus_visible() or runs_on_cluster(config)):
-        return "what an engine's kernels make of experts on a GPU is not read back"
+        return r"\.experts\.", "experts: what an engine's kernels make of experts on a GPU is not read back"
     return None
+
+
+def verify_notes(config: RunConfig) -> list[str]:
+    if config.mode != "full" or config.weight_sync.verify == "none" or (unreadable := unreadable_weights(config)) is None:
+        return []
+    return [f"weight_sync.verify leaves out {unreadable[1]}; rollout.max_mismatch alone watches them"]
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:

@@ -10,7 +10,7 @@ import psutil
 
 from roll_lite.config.arithmetic import TRAINING_ROLES, device_numbers, engine_offload, infer_dtype, kl_terms, model_parallel_size, roles
 from roll_lite.config.checks.gpu_only import gpu_notes
-from roll_lite.config.checks.layout import model_folder, runs_on_cluster, sharing_notes
+from roll_lite.config.checks.layout import model_folder, runs_on_cluster, sharing_notes, verify_notes
 from roll_lite.config.checks.lora import reference_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.checks.secrets import plain_secrets
@@ -149,6 +149,7 @@ def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> l
         mode_notes,
         gpu_notes,
         sharing_notes,
+        verify_notes,
         host_memory_notes,
         disk_notes,
         staleness_notes,

@@ -176,8 +176,8 @@ class WeightSyncConfig(Section):
     """MB per transfer. Larger: fewer transfers, more memory."""
     verify: Literal["auto", "none", "sampled", "full"] = "auto"
     """Compare checksums of the trainer's and engines' weights after each update; a difference ends the run. sampled: a different sixteenth
-    of the tensors each time, and all in an engine's first three updates. auto: sampled, or none if engines' weights cannot be compared
-    (fp8, models with experts on GPUs)."""
+    of the tensors each time, and all in an engine's first three updates; leaves out what cannot be compared (matrices in fp8, experts on
+    GPUs). auto: sampled."""
     timeout_s: PositiveFloat = 300.0
     """Seconds that trainer and engines wait for each other in a transfer."""
 
@@ -206,7 +206,7 @@ class LimitsConfig(Section):
     """Other calls, such as loading a role or resuming."""
     hang_factor: NonNegativeFloat = 10.0
     """sync_weights, log_probs, advantages and train count as hung if they take this many times their longest duration so far, but never
-    before 300 s. 0: no such limit."""
+    before 300 s. A phase that is repeated after such a loss gets this many times as long. 0: no such limit."""
     silence: TimeLimit = 300.0
     """Time in which every process must answer, even if busy; else it counts as hung (stopped, or never releases the GIL)."""
     engine_silence: TimeLimit = 7.0

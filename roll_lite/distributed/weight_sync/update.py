@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -80,11 +80,12 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 _CHUNK = 1 << 22
 _ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
-"""Step of `verify: sampled`: an update compares the checksums of every 16th tensor, in turn."""
+"""Step of `verify: sampled`: an update compares the checksums of every 16th tensor, in turn, and of at least one."""
 
 
-def sample(names: Iterable[str], version: int) -> list[str]:
-    return sorted(names)[version % SAMPLED :: SAMPLED]
+def sample(names: Collection[str], version: int) -> list[str]:
+    step = min(SAMPLED, len(names))
+    return sorted(names)[version % step :: step]
 
 
 def checksum(tensor: torch.Tensor) -> str:

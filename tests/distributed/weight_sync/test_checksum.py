@@ -67,3 +67,4 @@ def test_samples_of_successive_versions_hold_every_tensor_once() -> None:
     samples = [sample(names, version) for version in range(7, 7 + SAMPLED)]
     assert sorted(name for one in samples for name in one) == sorted(names)
     assert {len(one) for one in samples} == {3, 4}
+    assert [sample(["a", "b", "c"], version) for version in range(4)] == [["a"], ["b"], ["c"], ["a"]], "of few tensors one each time"

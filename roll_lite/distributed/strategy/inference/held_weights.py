@@ -50,6 +50,8 @@ def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None
     """Yield (Hugging Face name, unsharded weight) for `names` (None: all). Collective over the engine's workers."""
     parents = {name.rpartition(".")[0] for name in names or ()}
     for path, module in model.named_modules():
+        if names is not None and isinstance(module, layers.experts) and not any("experts." in name for name in names):
+            continue  # experts on a GPU cannot be read
         held, tensors = _of_module(path, module, model, layers)
         if names is None or not parents.isdisjoint(held):
             yield from (one for one in tensors if names is None or one[0] in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -59,3 +60,14 @@ def test_experts_that_workers_share(workers: int, shared: str) -> None:
         for held in pool.map(of_worker, range(workers)):
             assert held.keys() == expected.keys()
             assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+
+
+def test_experts_are_read_only_if_they_are_asked_for() -> None:
+    def refuse(_: Any) -> Any:
+        raise RuntimeError("experts cannot be read back on a GPU")
+
+    model = nn.ModuleDict({"experts": nn.ModuleDict({"routed_experts": Experts(torch.ones(1), torch.ones(1))}), "norm": nn.LayerNorm(2)})
+    of_gpu = replace(layers(0, [None], Barrier(1)), read_experts=refuse)
+    assert [name for name, _ in held_weights(model, of_gpu, ["norm.weight"])] == ["norm.weight"]
+    with pytest.raises(RuntimeError, match="read back"):
+        list(held_weights(model, of_gpu, ["experts.0.up_proj.weight"]))
