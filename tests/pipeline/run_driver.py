@@ -57,7 +57,7 @@ def stepping(config: RunConfig, folder: Path, session: Any, journal: Any) -> Any
 
 @contextmanager
 def no_session(*_: Any) -> Iterator[Any]:
-    yield SimpleNamespace(log_folder=None, started=True, other_nodes=[])
+    yield SimpleNamespace(log_folder=None, started=True)
 
 
 def main() -> None:

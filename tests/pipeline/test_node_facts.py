@@ -13,7 +13,8 @@ import pytest
 import ray
 
 from roll_lite.pipeline import node_facts as module
-from roll_lite.pipeline.node_facts import NodeFacts, Scout, compare_nodes, differences, look_at, node_table, warnings
+from roll_lite.pipeline.node_facts import NodeFacts, Scout, differences, look_at, node_table, warnings
+from roll_lite.pipeline.nodes import check_nodes
 
 SAME = {"python": "3.11", "torch": "2.11.0", "ray": "2.50"}
 ROLES = {"a": {"actor_train"}, "b": {"actor_infer"}, "c": {"actor_infer"}}
@@ -105,4 +106,5 @@ def test_a_run_on_one_node_looks_at_none(ray_local: object, tmp_path: Path, monk
     monkeypatch.setattr(module, "look_at", None)
     here = ray.get_runtime_context().get_node_id()
     placement: Any = SimpleNamespace(nodes_by_role=lambda: {"actor_train": {here}})
-    assert compare_nodes(placement, tmp_path, print) == []
+    nothing: Any = None
+    assert check_nodes(nothing, tmp_path, placement, print) == []
