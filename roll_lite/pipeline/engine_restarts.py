@@ -46,14 +46,10 @@ class _Start:
 
 @dataclass(frozen=True)
 class JoiningEngines:
-    """Reserves devices for engines that join during the run."""
+    """Devices of engines that join during the run. `new_slot`: reserve devices; the engine waits until they are free."""
 
     slots: list[Slot]
     new_slot: Callable[[], Slot]
-
-    def release(self, engine: int) -> None:
-        """Give up the devices reserved for an engine; Ray then ends its process."""
-        remove_placement_group(self.slots[engine].reserved)
 
 
 class EngineRestarts:
@@ -228,7 +224,8 @@ class EngineRestarts:
         name = f"actor_infer[{engine}]{WATCH.where('actor_infer', engine)}"
         why = f"{cause.splitlines()[0]} (after {self._restarts} restarts within an hour, actor_infer.restarts)"
         if (joining := self._joining_of(engine)) is not None:
-            joining.release(engine)  # the node may be at fault, and other engines may need the devices
+            # Ray ends its process: the node may be at fault, and other engines may need the devices.
+            remove_placement_group(joining.slots[engine].reserved)
             self._waiting.add(engine)
             self._rests_until[engine] = time.monotonic() + BUDGET_SECONDS
             self._journal.console.message(f"{name} is tried again in an hour: {why}")
@@ -269,6 +266,6 @@ class EngineRestarts:
         """Restart an engine on its own devices. One that joined during the run (`most_replicas`) gives them up and waits for free devices
         on any node."""
         if (joining := self._joining_of(engine)) is not None:
-            joining.release(engine)
+            remove_placement_group(joining.slots[engine].reserved)
             joining.slots[engine] = joining.new_slot()
         self._start(engine, self._group.restart(engine))

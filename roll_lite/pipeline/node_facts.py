@@ -22,7 +22,19 @@ from roll_lite.config.arithmetic_tables import table
 from roll_lite.distributed.place import on_node
 from roll_lite.files import first_line
 
-PACKAGES = ("torch", "megatron-core", "ray", "transformers", "vllm", "sglang")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "ray",
+    "transformers",
+    "vllm",
+    "sglang",
+    "math-verify",
+    "latex2sympy2_extended",
+    "sympy",
+    "langdetect",
+)
+"""Packages that ranks, engines or rewards compute with."""
 ENGINES = ("vllm", "sglang")
 CONNECT_SECONDS = 5.0
 MOST_CLOCK_SECONDS = 5.0

@@ -45,6 +45,12 @@ def test_another_version_is_named_by_node() -> None:
     assert node_table(nodes, COLUMN).splitlines()[1].split() == ["node", "roles", "torch", "memory", "free", "disk", "free", "clock"]
 
 
+def test_packages_that_rewards_compute_with_are_compared() -> None:
+    assert {"math-verify", "latex2sympy2_extended", "sympy", "langdetect"} < module.installed().keys()
+    (problem,) = differences({"a": facts(versions=SAME | {"sympy": "1.14"}), "b": facts(versions=SAME | {"sympy": "1.13"})}, ROLES)
+    assert problem.startswith("versions of sympy differ: 1.14 on a, 1.13 on b")
+
+
 def test_other_sources_of_the_same_version_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wheels of vLLM for CPUs have another name. Only Python files count: machines of several kinds may share a run."""
     found = []
