@@ -18,7 +18,8 @@ import ray
 
 from roll_lite.distributed.failures import ClusterDead, RankFailed
 from roll_lite.distributed.pending import Call, Pending, first_done, gather, raise_all_dead
-from roll_lite.distributed.placement import Slot
+from roll_lite.distributed.place import Place
+from roll_lite.distributed.placement import PLACED, Slot
 from roll_lite.distributed.rank_group import RankGroup, log_file
 from roll_lite.distributed.strategy.base import RankLayout
 from roll_lite.distributed.watchdog import WATCHDOG
@@ -49,6 +50,8 @@ class ClusterSpec:
     timeout_s: float | None = None
     initial_ranks: int | None = None
     """Number of ranks that start with the cluster; None: all. Later ranks start when devices become free, and count as lost until then."""
+    check_places: Callable[[str, list[Place]], None] = lambda name, places: None
+    """Called at each start of the cluster, with its name and the places of its ranks, before other calls."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
@@ -60,7 +63,8 @@ def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args
         return actor_class.options(max_restarts=worker_class.max_restarts, **actor_options(spec, rank)).remote(*args, **kwargs)
 
     actors = [make(rank) for rank in range(len(spec.slots))]
-    return Cluster(RankGroup(spec.name, actors, watch, spec.log_folder, spec.timeout_s, worker_class.lives_alone, make, spec.initial_ranks))
+    group = RankGroup(spec.name, actors, watch, spec.log_folder, spec.timeout_s, worker_class.lives_alone, make, spec.initial_ranks)
+    return Cluster(group, spec)
 
 
 def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
@@ -91,6 +95,7 @@ def _environment(spec: ClusterSpec, rank: int, slot: Slot) -> dict[str, str]:
         "LOCAL_RANK": str(slot.local_rank),
         "OMP_NUM_THREADS": str(spec.threads),
         ROLE: spec.name,
+        PLACED: slot.placed,
         **({LOG_FILE: str(log)} if log else {}),
         **({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"} if slot.own_gpus else {}),  # let Ray choose the GPUs
         **gpus,
@@ -99,8 +104,9 @@ def _environment(spec: ClusterSpec, rank: int, slot: Slot) -> dict[str, str]:
 
 
 class Cluster(Generic[W_co]):
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, spec: ClusterSpec) -> None:
         self.group = group
+        self._spec = spec
         self._layouts: list[RankLayout] | None = None
 
     @property
@@ -230,10 +236,10 @@ class Cluster(Generic[W_co]):
             return
         limit = None if WATCHDOG.nearest is not None else START_SECONDS  # a phase has its own limit
         address = self._call(Worker.rendezvous, {0: ()}, {}, _only, "start").result(limit)
-        self._call(Worker.meet_at, dict.fromkeys(range(self.group.initial_ranks), (address,)), {}, list, "start").result(limit)
-        places = self._call(Worker.place, dict.fromkeys(range(self.group.initial_ranks), ()), {}, list, "start").result(limit)
+        places = self._call(Worker.meet_at, dict.fromkeys(range(self.group.initial_ranks), (address,)), {}, list, "start").result(limit)
         for pulse, place in zip(self.group.pulses, places, strict=False):  # unwatched ranks have no pulse
             pulse.place = place
+        self._spec.check_places(self.name, places)
         self.group.started = True
 
     def _call(

@@ -98,7 +98,7 @@ class Fleet(Generic[M]):
         self._tasks: list[asyncio.Task[None]] = []
         self._drains = 0
         self._waiters: list[asyncio.Future[None]] = []
-        self._told = 0
+        self._causes: list[str] = []
 
     # ------------------------------------------------------------ life
 
@@ -147,9 +147,10 @@ class Fleet(Generic[M]):
         if self.end is not None:
             raise self.end
 
-    def newly_replaced(self) -> int:
-        new, self._told = self.replaced - self._told, self.replaced
-        return new
+    def newly_replaced(self) -> list[str]:
+        """Return why members were replaced since the last call."""
+        causes, self._causes = self._causes, []
+        return causes
 
     # ------------------------------------------------------------ work
 
@@ -221,6 +222,7 @@ class Fleet(Generic[M]):
             failure = await self._try_to_start(seat)
             if failure is None:
                 self.replaced += 1
+                self._causes.append(lost)
                 return None
         return f"{lost}; it could not be started again: {failure}"
 

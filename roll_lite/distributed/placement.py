@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NoReturn
 
+import psutil
 import ray
 from ray.util.placement_group import NODE_ID_LABEL_KEY, PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -33,6 +35,8 @@ CHOOSE_AGAIN_S = 10.0
 """Time limit for reserving devices on the chosen nodes. If another job took them, nodes are chosen again."""
 ANSWER_SECONDS = 1.0
 USABLE_SHARE = 0.9
+PLACED = "ROLL_LITE_PLACED"
+"""Environment variable of workers: `Slot.placed`."""
 
 
 class PlacementTimeout(TimeoutError):
@@ -45,6 +49,8 @@ class Slot:
     local_rank: int = 0
     """Index of the worker's first device among those it sees: 0 on GPUs, the slot's number within the node on CPUs."""
     gpus: tuple[str, ...] = ()
+    placed: str = ""
+    """Node of the GPUs at the start and their bundles, separated by spaces; "" without GPUs."""
     reserved: PlacementGroup | None = None
     """Own placement group of a worker that starts only once devices become free; else None."""
     own_gpus: int = 0
@@ -96,7 +102,8 @@ class Placement:
         node = devices[0].node
         place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=devices[0].bundle)
         gpus = tuple(device.gpu for device in devices if device.gpu is not None)
-        slot = Slot(place, 0 if gpus else seen[node], gpus)
+        placed = " ".join([node, *(str(device.bundle) for device in devices)]) if gpus else ""
+        slot = Slot(place, 0 if gpus else seen[node], gpus, placed)
         seen[node] += 1
         return slot
 
@@ -263,7 +270,7 @@ def _no_room(wanted: _Wanted, size: float) -> NoReturn:
 
 def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequence[str]) -> list[Device]:
     placed = placement_group_table(group)["bundles_to_node_id"]
-    numbers = _gpu_numbers(group, count) if gpus else [None] * count
+    numbers = _gpu_numbers(group, range(count)) if gpus else [None] * count
     devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]
     # A node that has just joined may not be listed yet.
     order = [*order, *sorted({device.node for device in devices} - set(order))]
@@ -274,15 +281,30 @@ def _gpu_order(gpu: str) -> tuple[int, str]:
     return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 
-def _gpu_numbers(group: PlacementGroup, count: int) -> list[str | None]:
+def _gpu_numbers(group: PlacementGroup, bundles: Iterable[int]) -> list[str]:
     """Return the GPU of each bundle. Ray names a bundle's GPU only to a task inside the bundle."""
     probe = ray.remote(_own_gpu)
     refs = [
         probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
-        for bundle in range(count)
+        for bundle in bundles
     ]
     return ray.get(refs)
 
 
 def _own_gpu() -> str:
+    if PLACED in os.environ:
+        # Ray would look the GPU's number up in the list that a worker had on another node, and this task inherits, not in the raylet's.
+        of_node = psutil.Process(os.getppid()).environ().get("CUDA_VISIBLE_DEVICES")
+        ray._private.worker.global_worker.original_visible_accelerator_ids["GPU"] = of_node and of_node.split(",")
     return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+
+def find_gpus() -> None:
+    """Let this worker see the GPUs that its bundles have here. Ray moves bundles of a lost node to GPUs that may have other numbers."""
+    node, *bundles = os.environ.get(PLACED, "").split(" ")
+    if node not in ("", ray.get_runtime_context().get_node_id()):
+        group = ray.util.get_current_placement_group()
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        if len({nodes[int(bundle)] for bundle in bundles}) > 1:
+            raise RuntimeError("Ray has placed this worker's GPUs on several nodes; placement.nodes keeps them together")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpu_numbers(group, map(int, bundles)))

@@ -12,7 +12,7 @@ import threading
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,7 +69,6 @@ class RaySession:
     address: str
     started: bool
     log_folder: Path | None
-    other_nodes: list[str] = field(default_factory=list)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import psutil
 import ray
 
 from roll_lite.distributed.place import Place
+from roll_lite.distributed.placement import find_gpus
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -73,6 +74,7 @@ class Worker:
         # Rank 0 keeps its socket for the rendezvous store: another process could take a port that was only looked up.
         self._listener = socket.create_server(("", 0)) if self.rank == 0 else None
         redirect_output()
+        find_gpus()
         faulthandler.register(signal.SIGUSR1, file=2)  # lets the driver ask a silent process for its stacks
 
     # ------------------------------------------------------------ rendezvous
@@ -81,9 +83,10 @@ class Worker:
         assert self._listener is not None, "only rank 0 listens"
         return Address(ray.util.get_node_ip_address(), self._listener.getsockname()[1])
 
-    def meet_at(self, address: Address) -> None:
+    def meet_at(self, address: Address) -> Place:
         os.environ["MASTER_ADDR"] = address.host
         os.environ["MASTER_PORT"] = str(address.port)
+        return Place.here()
 
     def init_process_group(self, timeout_s: float = 1800.0) -> None:
         """Create the process group (collective): gloo for host memory, and NCCL with GPUs."""

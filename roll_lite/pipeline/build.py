@@ -51,8 +51,7 @@ from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Engines, Model, Models, initialize
 from roll_lite.pipeline.engine_restarts import EngineRestarts, JoiningEngines
 from roll_lite.pipeline.journal import Journal
-from roll_lite.pipeline.node_facts import compare_nodes
-from roll_lite.pipeline.nodes import View, check_nodes, readers
+from roll_lite.pipeline.nodes import LaterNodes, check_nodes
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts, ReplayedRollouts
 from roll_lite.pipeline.traces import Traces
@@ -87,13 +86,12 @@ KNOWS_PINNED_SIZE = (2, 13)
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
     start = Starter(config, folder, session)
-    session.other_nodes.extend(compare_nodes(start.placement, folder, journal.console.message))
-    check_cuts(config.chaos, session.other_nodes)
-    if nodes_without_run_folder := check_nodes(config, folder, start.placement):
+    if nodes_without_run_folder := check_nodes(config, folder, start.placement, journal.console.message):
         journal.console.message(
             f"run_dir: {', '.join(nodes_without_run_folder)} do not share {folder}: logs of their workers and the model come at the end, "
             "the driver writes the batches"
         )
+    check_cuts(config.chaos, sorted(set().union(*start.later_nodes.known.values()) - {ray.get_runtime_context().get_node_id()}))
     rollouts = start.rollouts() if generates(config) else None  # first, because all wait for the test of its rewards
     models = start.models()
     live = None if rollouts is None else start.live(models, rollouts, journal)
@@ -191,13 +189,15 @@ class Starter:
         # In a cluster that only this run uses, no devices become free later.
         patience = min(LOCAL_PATIENCE_S, config.ray.placement_timeout_s) if session.started else config.ray.placement_timeout_s
         self.placement = Placement({name: role.devices for name, role in roles(config).items()}, patience, config.placement)
+        self.later_nodes = LaterNodes(config, self.placement)
         self.accelerators = [name.removeprefix("accelerator_type:") for name in ray.cluster_resources()]
 
     def spec(self, name: str, slots: list[Slot], threads: int = 1) -> ClusterSpec:
         environment = quiet_environment(self.config)
         if any(slot.gpus or slot.own_gpus for slot in slots):
             environment |= gpu_environment(self.config, name, accelerators=self.accelerators)
-        return ClusterSpec(name, slots, threads, environment, self.session.log_folder, timeout_s=self.config.limits.other or None)
+        limit, check = self.config.limits.other or None, self.later_nodes.require_same
+        return ClusterSpec(name, slots, threads, environment, self.session.log_folder, limit, check_places=check)
 
     def notes(self) -> list[str]:
         environment = gpu_environment(self.config, "actor_train", accelerators=self.accelerators)
@@ -211,7 +211,8 @@ class Starter:
         engines, joining = self.engines()
         weights = None
         follows_drains = role.restarts > 0 and not (role.offload or config.deterministic)
-        restarts = EngineRestarts(engines, rollouts, role.restarts, journal, joining, follows_drains, config.limits.start or None)
+        later, start_s = self.later_nodes, config.limits.start or None
+        restarts = EngineRestarts(engines, rollouts, role.restarts, journal, later, joining, follows_drains, start_s)
         if trains(config):
             sizes = (
                 model_parallel_size(role),
@@ -260,10 +261,7 @@ class Starter:
         new_slot = partial(self.placement.later_slot, model_parallel_size(role))
         further = max(0, (role.most_replicas or 0) - len(slots))
         spec = replace(self.spec("actor_infer", [*slots, *(new_slot() for _ in range(further))], role.threads), initial_ranks=len(slots))
-        joining = None
-        if further:
-            drivers = View(None, {reader: reader.files() for reader in readers(self.config) if "actor_infer" in reader.roles})
-            joining = JoiningEngines(spec.slots, new_slot, drivers, self.session.other_nodes)
+        joining = JoiningEngines(spec.slots, new_slot) if further else None
         return Engines(start_cluster(spec, InferWorker, engine, parts), role, turns), joining
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:

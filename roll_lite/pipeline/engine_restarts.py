@@ -21,8 +21,7 @@ from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline.clusters import Engines
 from roll_lite.pipeline.journal import Journal
-from roll_lite.pipeline.node_facts import installed
-from roll_lite.pipeline.nodes import View, require_same
+from roll_lite.pipeline.nodes import LaterNodes
 from roll_lite.scheduler.engines import leaving
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
@@ -33,7 +32,7 @@ DRAIN_SECONDS = 3.0
 
 @dataclass
 class _Start:
-    """Engine that is starting. `calls`: pending Ray calls: the node check (if any), `initialize`, `place`."""
+    """Engine that is starting. `calls`: Ray calls: the comparison of its node, if that is new to the run, `initialize`, `place`."""
 
     calls: list[ray.ObjectRef]
     place: Place | None = None
@@ -48,30 +47,10 @@ class _Start:
 
 @dataclass(frozen=True)
 class JoiningEngines:
-    """Reserves devices for engines that join during the run, and checks their nodes' files and versions."""
+    """Devices of engines that join during the run. `new_slot`: reserve devices; the engine waits until they are free."""
 
     slots: list[Slot]
     new_slot: Callable[[], Slot]
-    drivers: View
-    """Files of the driver's node that must be equal on all nodes."""
-    other_nodes: list[str]
-
-    def check(self, engine: int) -> ray.ObjectRef:
-        """Start a task that fails if the engine's node has other files or versions than the driver's."""
-        task = ray.remote(require_same).options(num_cpus=0, max_retries=0, scheduling_strategy=self.slots[engine].strategy)
-        return task.remote(self.drivers, installed(), ray.util.get_node_ip_address())
-
-    def release(self, engine: int) -> None:
-        """Give up the devices reserved for an engine; Ray then ends its process."""
-        remove_placement_group(self.slots[engine].reserved)
-
-    def reserve(self, engine: int) -> None:
-        """Reserve new devices for an engine: it waits until devices are free."""
-        self.slots[engine] = self.new_slot()
-
-    def joined(self, place: Place) -> None:
-        if place.node not in (*self.other_nodes, ray.get_runtime_context().get_node_id()):
-            self.other_nodes.append(place.node)
 
 
 class EngineRestarts:
@@ -84,6 +63,7 @@ class EngineRestarts:
         rollouts: Cluster[RolloutWorker],
         restarts: int,
         journal: Journal,
+        later_nodes: LaterNodes,
         joining: JoiningEngines | None = None,
         follows_drains: bool = False,
         start_s: float | None = None,
@@ -95,6 +75,7 @@ class EngineRestarts:
         self._rollouts = rollouts
         self._restarts = restarts
         self._journal = journal
+        self._later_nodes = later_nodes
         self._group = engines.replicas.group
         self._starts: dict[int, _Start] = {}
         self._newcomers: list[int] = []
@@ -181,8 +162,7 @@ class EngineRestarts:
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
             self._group.regain(engine, place)
-            if self._joining is not None:
-                self._joining.joined(place)
+            self._later_nodes.known[self._group.name].add(place.node)
             self._newcomers.append(engine)
             if self._engines.offloads:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
@@ -229,10 +209,11 @@ class EngineRestarts:
             answers = ray.get(ready)
         except Exception as error:  # a process edge: it becomes the cause
             return cause_of(error)
+        if start.since is None and start.calls[-1] in ready:
+            start.since = time.monotonic()
+            start.calls[:0] = self._later_nodes.compare(self._group.name, answers[-1:])
         if len(answers) == len(start.calls):
             start.place = answers[-1]
-        elif start.since is None and start.calls[-1] in ready:
-            start.since = time.monotonic()
         elif self._start_s and start.since is not None and time.monotonic() - start.since > self._start_s:
             return f"it did not start within {self._start_s:g} s (limits.start)"
         return None
@@ -242,16 +223,18 @@ class EngineRestarts:
         if self._budget.allows(engine, self._restarts):
             self._start(engine, self._group.restart(engine))
             return
+        name = f"actor_infer[{engine}]{WATCH.where('actor_infer', engine)}"
         why = f"{cause.splitlines()[0]} (after {self._restarts} restarts within an hour, actor_infer.restarts)"
         if (joining := self._joining_of(engine)) is not None:
-            joining.release(engine)  # the node may be at fault, and other engines may need the devices
+            # Ray ends its process: the node may be at fault, and other engines may need the devices.
+            remove_placement_group(joining.slots[engine].reserved)
             self._waiting.add(engine)
             self._rests_until[engine] = time.monotonic() + BUDGET_SECONDS
-            self._journal.console.message(f"actor_infer[{engine}] is tried again in an hour: {why}")
+            self._journal.console.message(f"{name} is tried again in an hour: {why}")
         else:
             self._group.replaceable.discard(engine)
             ray.kill(self.replicas.actors[engine])  # it may hang and hold its devices
-            self._journal.console.message(f"actor_infer[{engine}] is not started again: {why}")
+            self._journal.console.message(f"{name} is not started again: {why}")
             self._rollouts.actors[0].engine_given_up.remote(engine, why)
 
     def _joining_of(self, engine: int) -> JoiningEngines | None:
@@ -259,8 +242,7 @@ class EngineRestarts:
 
     def _start(self, engine: int, actor: Any) -> None:
         turns = self._engines.turns
-        checks = [self._joining.check(engine)] if self._joining is not None else []
-        self._starts[engine] = _Start([*checks, actor.initialize.remote(engine % turns, turns), actor.place.remote()])
+        self._starts[engine] = _Start([actor.initialize.remote(engine % turns, turns), actor.place.remote()])
 
     def _follow_drains(self) -> None:
         """Let engines on draining nodes pass on their requests, then restart them where devices are free."""
@@ -288,6 +270,6 @@ class EngineRestarts:
         """Restart an engine on its own devices. One that joined during the run (`most_replicas`) gives them up and waits for free devices
         on any node."""
         if (joining := self._joining_of(engine)) is not None:
-            joining.release(engine)
-            joining.reserve(engine)
+            remove_placement_group(joining.slots[engine].reserved)
+            joining.slots[engine] = joining.new_slot()
         self._start(engine, self._group.restart(engine))

@@ -257,16 +257,16 @@ class Journal:
         rows: DataProto,
         stats: RolloutStats,
         version: int,
-        replaced: Mapping[str, Mapping[str, int]],
+        replaced: Mapping[str, Mapping[str, Sequence[str]]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: {"reward" or "environment": {domain: number of replaced workers}}. `silences`: for each lost engine,
+        """Record a batch. `replaced`: {"reward" or "environment": {domain: why workers were replaced}}. `silences`: for each lost engine,
         seconds from its last answer to its loss."""
         for part, of_domains in replaced.items():
-            for name, died in of_domains.items():
-                self._sums.add(f"{part}/workers_replaced", died, label=name)
-                if died:
-                    self._print_rarely(f"domains.{name}.{part}", f"{died} worker(s) died or hung and were replaced")
+            for name, causes in of_domains.items():
+                self._sums.add(f"{part}/workers_replaced", len(causes), label=name)
+                if causes:
+                    self._print_rarely(f"domains.{name}.{part}", f"{len(causes)} worker(s) died or hung and were replaced: {causes[-1]}")
         add = self._sums.add
         for move, engines in {"lost": 0, **self._moves}.items():
             add(f"rollout/engines_{move}", engines)

@@ -18,11 +18,22 @@ import ray
 from ray.exceptions import RayError
 
 from roll_lite.config.arithmetic_tables import table
-from roll_lite.distributed.place import node_addresses, on_node
-from roll_lite.distributed.placement import Placement
+from roll_lite.distributed.place import on_node
 from roll_lite.files import first_line, free_bytes
 
-PACKAGES = ("torch", "megatron-core", "ray", "transformers", "vllm", "sglang")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "ray",
+    "transformers",
+    "vllm",
+    "sglang",
+    "math-verify",
+    "latex2sympy2_extended",
+    "sympy",
+    "langdetect",
+)
+"""Packages that ranks, engines or rewards compute with."""
 ENGINES = ("vllm", "sglang")
 CONNECT_SECONDS = 5.0
 MOST_CLOCK_SECONDS = 5.0
@@ -89,24 +100,17 @@ def _why_unreachable(place: tuple[str, int]) -> str | None:
     return None
 
 
-def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], None]) -> list[str]:
-    """Show a run's nodes in a table; return the ids of all except the driver's. Raise ValueError if versions differ or nodes cannot reach
-    each other."""
-    driver = ray.get_runtime_context().get_node_id()
-    by_role = placement.nodes_by_role()
-    roles_of = {node: {role for role, own in by_role.items() if node in own} for node in [driver, *sorted(set().union(*by_role.values()))]}
-    if len(roles_of) == 1:
-        return []
-    facts = look_at(list(roles_of), run_folder)
-    addresses = node_addresses()
-    by_address = {addresses[node]: own for node, own in facts.items()}
+def compare_nodes(
+    roles_of: Mapping[str, set[str]], addresses: Mapping[str, str], run_folder: Path, tell: Callable[[str], None]
+) -> list[str]:
+    """Show nodes in a table; return problems: versions differ, or nodes cannot reach each other. `roles_of`: {node id: roles on it}, the
+    driver's node first; `addresses`: {node id: address}."""
+    facts = {addresses[node]: own for node, own in look_at(list(roles_of), run_folder).items()}
     roles = {addresses[node]: own for node, own in roles_of.items()}
-    tell(node_table(by_address, {"roles": {address: ", ".join(sorted(own)) or "driver" for address, own in roles.items()}}))
-    for warning in warnings(by_address):
+    tell(node_table(facts, {"roles": {address: ", ".join(sorted(own)) or "driver" for address, own in roles.items()}}))
+    for warning in warnings(facts):
         tell(warning)
-    if problems := list(differences(by_address, roles)):
-        raise ValueError("\n".join(problems))
-    return [node for node in roles_of if node != driver]
+    return list(differences(facts, roles))
 
 
 def look_at(nodes: Sequence[str], run_folder: Path) -> dict[str, NodeFacts]:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from roll_lite.config.arithmetic import roles
 from roll_lite.config.checks.functions import locate_module
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.user_function import search_current_folder
-from roll_lite.distributed.place import node_addresses, on_node
+from roll_lite.distributed.place import Place, node_addresses, on_node
 from roll_lite.distributed.placement import Placement
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.files import first_line, is_local, try_store
@@ -87,20 +89,22 @@ class View:
     """Reason why the node cannot use checkpoint.store; None if it can."""
 
 
-def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:
-    """Return addresses of nodes with training ranks that do not share the run folder. Raise ValueError if the driver needs files of these
-    ranks, or if nodes hold different files at one path."""
+def check_nodes(config: RunConfig, run_folder: Path, placement: Placement, tell: Callable[[str], None]) -> list[str]:
+    """Show the nodes in a table (`tell`). Return addresses of nodes with training ranks that do not share the run folder. Raise ValueError
+    if the driver needs files of these ranks, if versions differ, if nodes hold different files at one path, or cannot reach each other."""
     driver = ray.get_runtime_context().get_node_id()
     nodes = placement.nodes_by_role()
     others = set().union(*nodes.values()) - {driver}
     if not others:
         return []
     addresses = node_addresses()
-    read = {node: [one for one in readers(config) if any(node in nodes.get(role, ()) for role in one.roles)] for node in others}
-    views = views_of_nodes(run_folder.resolve(), {**read, driver: readers(config)}, driver, addresses, config.checkpoint.store)
+    roles_of = {node: {role for role, own in nodes.items() if node in own} for node in [driver, *sorted(others)]}
+    problems = node_facts.compare_nodes(roles_of, addresses, run_folder, tell)
+    read = {node: [one for one in readers(config) if node == driver or own.intersection(one.roles)] for node, own in roles_of.items()}
+    views = views_of_nodes(run_folder.resolve(), read, driver, addresses, config.checkpoint.store)
     by_address = {addresses[node]: view for node, view in views.items()}
     placed = {role: {addresses[node] for node in found} for role, found in nodes.items()}
-    problems = list(differences(by_address, placed, addresses[driver]))
+    problems += differences(by_address, placed, addresses[driver])
     problems += [f"checkpoint.store: on node {address} {view.store}" for address, view in sorted(by_address.items()) if view.store]
     writing = {role: placed[role] for role in saved_roles(config) if role in placed}
     apart = {address: view.apart for address, view in by_address.items() if view.apart and any(address in own for own in writing.values())}
@@ -167,15 +171,45 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
     return checkpoints | ({"the new reference": "reference.refresh=null"} if follows_actor(config.reference) else {})
 
 
-def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> None:
-    """Raise ValueError if this node's files or package versions differ from the driver's node. `drivers`: files seen on the driver's node;
-    `versions`: package versions there; `driver`: its address."""
-    here, engines = ray.util.get_node_ip_address(), {"actor_infer"}
+def require_same(drivers: View, versions: Mapping[str, str], driver: str, role: str) -> None:
+    """Raise ValueError if this node's files or package versions differ from the driver's node. `drivers`: files that the role reads, as
+    seen on the driver's node; `versions`: package versions there; `driver`: its address."""
+    here = ray.util.get_node_ip_address()
     views = {driver: drivers, here: View(None, {reader: reader.files() for reader in drivers.files})}
     facts = {address: node_facts.NodeFacts(own, 0.0, 0.0, {}) for address, own in ((driver, versions), (here, node_facts.installed()))}
-    problems = [*differences(views, {"actor_infer": {here}}, driver), *node_facts.differences(facts, dict.fromkeys(facts, engines))]
+    problems = [*differences(views, {role: {here}}, driver), *node_facts.differences(facts, {key: {role} for key in facts})]
     if problems:
         raise ValueError("\n".join(problems))
+
+
+class LaterNodes:
+    """Compares nodes that get ranks or engines after the start of the run with the driver's node.
+
+    `known`: {role: ids of nodes that were compared}.
+    """
+
+    def __init__(self, config: RunConfig, placement: Placement) -> None:
+        self._readers = [one for one in readers(config) if one.setting != RESUME]  # this checkpoint may be deleted later
+        self.known = defaultdict(set, placement.nodes_by_role())
+
+    def compare(self, role: str, places: Iterable[Place]) -> list[ray.ObjectRef]:
+        """Start a task for each unknown node, which fails with ValueError if files that the role reads, or package versions, differ."""
+        driver = ray.get_runtime_context().get_node_id()
+        later = {place.node for place in places} - {driver} - self.known[role]
+        if not later:
+            return []
+        files = {reader: reader.files() for reader in self._readers if role in reader.roles}
+        told = View(None, files), node_facts.installed(), node_addresses()[driver], role
+        return [ray.remote(require_same).options(num_cpus=0, scheduling_strategy=on_node(node)).remote(*told) for node in later]
+
+    def require_same(self, role: str, places: Iterable[Place]) -> None:
+        try:
+            ray.get(self.compare(role, places))
+            self.known[role].update(place.node for place in places)
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayError:  # the node is lost, and the next call to its ranks fails
+            pass
 
 
 def views_of_nodes(
@@ -254,26 +288,31 @@ def fingerprint(file: Path) -> str:
 
 @contextmanager
 def logs_come_home(run_folder: Path, session: RaySession) -> Iterator[None]:
-    """Copy the logs of nodes that do not share the run folder into the driver's run folder, after the block."""
+    """Copy the logs of nodes that do not share the run folder into the driver's run folder, after the block. Their names get the node's
+    address."""
 
-    def read(folder: Path, most: int) -> dict[str, bytes]:  # nested, so that Ray pickles it and no node imports this package
+    def read(probe: Path) -> dict[str, bytes]:  # nested, so that Ray pickles it and no node imports this package
         found = {}
-        for path in folder.glob("*.log"):
+        for path in probe.parent.glob("*.log") if not probe.exists() else ():
             with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - most))
+                file.seek(max(0, path.stat().st_size - LOG_BYTES))
                 found[path.name] = file.read()
         return found
 
     try:
         yield
     finally:
-        with suppress(RayError):  # the cluster may be gone
-            place = (run_folder / LOGS).resolve()
-            tasks = [ray.remote(read).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node)) for node in session.other_nodes]
-            asked = [task.remote(place, LOG_BYTES) for task in tasks]
-            ready, _ = ray.wait(asked, num_returns=len(asked), timeout=LOGS_SECONDS) if asked else ([], [])
+        place = (run_folder / LOGS).resolve()
+        with suppress(RayError, OSError):  # the cluster may be gone
+            addresses = {} if session.started else node_addresses()
+            with tempfile.NamedTemporaryFile(dir=place) as probe:
+                asked = {
+                    ray.remote(read).options(num_cpus=0, scheduling_strategy=on_node(node)).remote(Path(probe.name)): address
+                    for node, address in addresses.items()
+                    if node != ray.get_runtime_context().get_node_id()
+                }
+                ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOGS_SECONDS) if asked else ([], [])
             for reference in ready:
                 with suppress(RayError, OSError):
                     for name, content in ray.get(reference).items():
-                        if not (place / name).exists():  # else the folder is shared
-                            (place / name).write_bytes(content)
+                        (place / name).with_suffix(f".{asked[reference]}.log").write_bytes(content)

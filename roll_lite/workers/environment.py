@@ -127,7 +127,7 @@ class EnvironmentPool:
         except SlowStart as slow:
             raise ValueError(str(slow)) from None
 
-    def newly_replaced(self) -> int:
+    def newly_replaced(self) -> list[str]:
         return self._fleet.newly_replaced()
 
     @property

@@ -79,8 +79,8 @@ class EpisodeRewards:
     async def score(self, item: RewardInput) -> Score:
         return EnvironmentReward()(item)
 
-    def newly_replaced(self) -> int:
-        return 0
+    def newly_replaced(self) -> list[str]:
+        return []
 
     def close(self) -> None: ...
 

@@ -285,10 +285,10 @@ class RewardModelClient:
         if self._added is not None:
             self._added.close()
 
-    def newly_replaced(self) -> int:
-        """Return the number of workers and ranks replaced since the last call. Ranks of a model that domains share count for the first
+    def newly_replaced(self) -> list[str]:
+        """Return why workers and ranks were replaced since the last call. Ranks of a model that domains share count for the first
         caller."""
-        return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
+        return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else [])
 
     async def _scored(self, item: RewardInput) -> Score:
         return self._reward.score_of(await self._client.score(self._reward.model_input(item)))

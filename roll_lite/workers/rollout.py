@@ -74,8 +74,8 @@ class RolloutBatch:
     rows: DataProto
     blocks: list[Block]
     stats: RolloutStats
-    replaced: dict[str, dict[str, int]] = field(default_factory=dict)
-    """{"reward" or "environment": {domain: number of workers that were replaced since the last batch}}."""
+    replaced: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """{"reward" or "environment": {domain: why workers were replaced since the last batch, one text each}}."""
     silences: list[float] = field(default_factory=list)
     """Seconds from the last answer to the loss of each engine lost since the last batch."""
     ledger: bytes = b""

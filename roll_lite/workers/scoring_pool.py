@@ -48,7 +48,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
     def _most(self, member: M) -> int:
         """Maximum samples in the next batch of a worker or model."""
 
-    def newly_replaced(self) -> int:
+    def newly_replaced(self) -> list[str]:
         return self._fleet.newly_replaced()
 
     @property

@@ -10,6 +10,7 @@ import ray
 from cluster_workers import Adder, Grid, Keeper, Loner, MainThreadAdder, Service
 
 from roll_lite.distributed.cluster import Cluster, ClusterDead, ClusterSpec, RankFailed, first_done, gather, start_cluster
+from roll_lite.distributed.place import Place
 from roll_lite.distributed.placement import anywhere
 
 
@@ -24,6 +25,24 @@ def adders(ray_local: object) -> Iterator[Cluster[Adder]]:
 def grid(ray_local: object) -> Iterator[Cluster[Grid]]:
     cluster = start_cluster(ClusterSpec("grid", anywhere(4)), Grid)
     yield cluster
+    cluster.shutdown()
+
+
+def test_places_of_ranks_are_checked_at_each_start_before_other_calls(ray_local: object) -> None:
+    checked: list[tuple[str, list[Place]]] = []
+
+    def check(name: str, places: list[Place]) -> None:
+        checked.append((name, places))
+        if len(checked) == 2:
+            raise ValueError("another model")
+
+    cluster = start_cluster(ClusterSpec("actor_train", anywhere(2), check_places=check), Adder)
+    assert cluster.all(Adder.add, 1) == [1, 101] == cluster.all(Adder.add, 1) and len(checked) == 1
+    cluster.rebuild()
+    with pytest.raises(ValueError, match="another model"):
+        cluster.all(Adder.add, 1)
+    assert cluster.all(Adder.place) == checked[2][1] and checked[2][0] == "actor_train"
+    assert {place.pid for place in checked[0][1]}.isdisjoint(place.pid for place in checked[2][1])
     cluster.shutdown()
 
 

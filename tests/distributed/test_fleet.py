@@ -140,7 +140,7 @@ def test_one_that_dies_idle_is_replaced_at_once() -> None:
         assert asyncio.get_running_loop().time() == 13.0
         assert member.log == ["0 starts", "1 serves", "11 killed", "11 starts", "13 serves"]
         assert desk.losses == [(11.0, "a", "a died", None)]
-        assert (fleet.newly_replaced(), fleet.newly_replaced()) == (1, 0)
+        assert (fleet.newly_replaced(), fleet.newly_replaced()) == (["a died"], [])
         fleet.close()
 
     virtual(main())

@@ -136,6 +136,49 @@ with ray_session(RayConfig(), None):
 print("kept")
 """
 
+MOVING = """
+import os, time
+import ray
+from cluster_workers import Adder
+from roll_lite.config.schema.run import PlacementConfig, RayConfig
+from roll_lite.distributed.cluster import ClusterSpec, start_cluster
+from roll_lite.distributed.place import on_node
+from roll_lite.distributed.placement import Placement
+from roll_lite.distributed.ray_session import ray_session
+from roll_lite.distributed.worker import AsyncWorker
+
+class Engine(AsyncWorker):
+    lives_alone = True
+
+    async def gpus(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+
+def of_trainers():
+    return [found["CUDA_VISIBLE_DEVICES"] for found in train.all(Adder.environment, ["CUDA_VISIBLE_DEVICES"])]
+
+with ray_session(RayConfig(), None):
+    here = PlacementConfig(nodes=1, devices_per_node=1)
+    jobs = {job.devices[0].gpu: job for job in [Placement({"other": 1}, timeout_s=30, layout=here) for _ in range(3)]}
+    place = Placement({"actor_train": 2, "actor_infer": 2}, timeout_s=30)
+    train = start_cluster(ClusterSpec("actor_train", place.slots("actor_train")), Adder)
+    infer = start_cluster(ClusterSpec("actor_infer", place.slots("actor_infer", devices_per_worker=2)), Engine)
+    assert infer.each(Engine.gpus) == {0: of_trainers()}
+    (there,) = {device.node for device in place.devices.values()}
+    assert there != ray.get_runtime_context().get_node_id() and sorted(jobs) == ["GPU-a", "GPU-b", "GPU-c"], jobs
+    for gpu in ("GPU-b", "GPU-c"):
+        jobs[gpu].release()
+    ray.remote(lambda: os.kill(os.getppid(), 9)).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(there)).remote()
+    while 0 not in infer.lost:
+        time.sleep(0.2)
+    infer.group.replaceable.add(0)
+    infer.group.restart(0)
+    train.rebuild()
+    moved = of_trainers()
+    assert sorted(moved) == ["GPU-b", "GPU-c"], moved
+    assert ray.get(infer.actors[0].gpus.remote(), timeout=60) == moved
+print("moved")
+"""
+
 
 @contextmanager
 def two_nodes(cpus: int, gpus: int, variables: Mapping[str, str] = {"RAY_AUTH_MODE": "disabled"}) -> Iterator[str]:
@@ -224,6 +267,14 @@ def test_token_blocks_outlive_the_node_of_their_engine() -> None:
             check=False,
         )
     assert run.returncode == 0 and run.stdout.endswith("kept\n"), run.stderr
+
+
+def test_devices_that_move_to_another_node_get_its_free_gpus() -> None:
+    """Another job has the first GPU there. Ray's GPUs have names there, as where `CUDA_VISIBLE_DEVICES` names them."""
+    with two_nodes(cpus=2, gpus=3, variables={"RAY_AUTH_MODE": "disabled", "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}) as address:
+        environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(Path(__file__).parent)}
+        run = subprocess.run([sys.executable, "-c", MOVING], env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert (run.returncode, run.stdout.strip()) == (0, "moved"), run.stderr
 
 
 @pytest.mark.parametrize("how", ["return", "kill"])

@@ -82,7 +82,7 @@ def test_without_checkpoints_everything_is_in_the_drivers_folder(hosts: Hosts) -
         assert files_below(folder / "batches" / f"step_{step:06d}") == {"rows_0000.parquet", "mini_batches.parquet", "step.json"}
     there = files_below(hosts.apart_there)
     assert there and all(file.endswith(".log") for file in there)
-    assert "actor_train-0.log" in {path.name for path in (folder / "logs").iterdir()}, "logs come home"
+    assert f"actor_train-0.{hosts.addresses[1]}.log" in {path.name for path in (folder / "logs").iterdir()}, "logs come home"
     assert not list(folder.glob(".probe*"))
     where = {(entry["role"], entry["rank"]): entry["node"] for entry in json.loads((folder / "processes.json").read_text())}
     assert where["actor_train", 0] == hosts.addresses[1] and where["rollouts", 0] == hosts.addresses[0]

@@ -67,7 +67,7 @@ def filling(config: RunConfig, folder: Path, session: Any, journal: Any) -> Any:
 
 @contextmanager
 def no_session(*_: Any) -> Iterator[Any]:
-    yield SimpleNamespace(log_folder=None, started=True, other_nodes=[])
+    yield SimpleNamespace(log_folder=None, started=True)
 
 
 def main() -> None:

@@ -22,9 +22,12 @@ from roll_lite.workers.model import ModelRole
 ROOT = Path(__file__).resolve().parents[2]
 
 
+LATER_NODES = SimpleNamespace(require_same=lambda role, places: None)
+
+
 def environment() -> dict[str, str]:
     config = load_config("tiny_grpo", ROOT / "examples/configs")
-    starter: Any = SimpleNamespace(session=SimpleNamespace(log_folder=None), config=config)
+    starter: Any = SimpleNamespace(session=SimpleNamespace(log_folder=None), config=config, later_nodes=LATER_NODES)
     return dict(Starter.spec(starter, "actor_infer", []).env)
 
 
@@ -111,8 +114,10 @@ def test_workers_on_gpus_have_these_settings_and_the_run_tells_them(gpu: str | N
         monkeypatch.delenv(name, raising=False)
     config = load_config("tiny_grpo", ROOT / "examples/configs", ["actor_infer.strategy={name: sglang}"])
     placement = SimpleNamespace(devices={0: Device(0, "node", gpu)})
-    starter: Any = SimpleNamespace(session=SimpleNamespace(log_folder=None), config=config, placement=placement, accelerators=[])
+    session = SimpleNamespace(log_folder=None)
+    starter: Any = SimpleNamespace(session=session, config=config, placement=placement, accelerators=[], later_nodes=LATER_NODES)
     slots = [Slot(gpus=() if gpu is None else (gpu,))]
+    assert Starter.spec(starter, "critic", slots).check_places is LATER_NODES.require_same
     found = {role: {**Starter.spec(starter, role, slots).env} for role in ("actor_train", "actor_infer", "rollouts")}
     notes = Starter.notes(starter)
     if gpu is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline import engine_restarts
 from roll_lite.pipeline.clusters import Engines
 from roll_lite.pipeline.engine_restarts import EngineRestarts, JoiningEngines
-from roll_lite.pipeline.nodes import View
+from roll_lite.pipeline.nodes import LaterNodes
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
@@ -129,6 +130,13 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def all_known() -> LaterNodes:
+    """No node is new to the run."""
+    nodes = object.__new__(LaterNodes)
+    nodes.known = defaultdict(lambda: {ray.get_runtime_context().get_node_id()})
+    return nodes
+
+
 @contextmanager
 def house(
     model: ModelConfig, folder: Path, count: int, restarts: int = 3, offload: bool = False, worker: type[InferWorker] = ScriptedWorker
@@ -138,7 +146,7 @@ def house(
         engines(model, count, worker) as infer,
         rollouts(changed(spec_of(model, folder), actor_infer=role_of(restarts)), infer) as service,
     ):
-        returning = EngineRestarts(Engines(infer, InferRoleConfig(offload=offload)), service, restarts, record)  # type: ignore[arg-type]
+        returning = EngineRestarts(Engines(infer, InferRoleConfig(offload=offload)), service, restarts, record, all_known())  # type: ignore[arg-type]
         returning.begin()
         try:
             yield House(returning, infer, service, record)
@@ -227,7 +235,8 @@ def test_a_start_that_hangs_fails_once_its_process_has_had_the_time(monkeypatch:
     monkeypatch.setattr(engine_restarts.ray, "wait", lambda calls, **_: (list(ready), []))
     monkeypatch.setattr(engine_restarts.ray, "get", lambda refs: [f"answer of {ref}" for ref in refs])
     restarts: Any = object.__new__(EngineRestarts)
-    restarts._group, restarts._start_s = SimpleNamespace(death_of=lambda engine: "death"), 60.0
+    restarts._group, restarts._start_s = SimpleNamespace(death_of=lambda engine: "death", name="actor_infer"), 60.0
+    restarts._later_nodes = SimpleNamespace(compare=lambda role, places: [])
     start: Any = engine_restarts._Start(["initialize", "place"])
     assert restarts._failure(0, start) is None
     now = 1000.0  # it may wait for devices
@@ -254,6 +263,31 @@ def test_only_a_dead_service_is_asked_again_to_drain_an_engine(monkeypatch: pyte
     with nullcontext() if is_dead else pytest.raises(RankFailed, match="rollouts rank 0 failed in engine_leaves: KeyError: 'engine 0'"):
         restarts._follow_drains()
     assert restarts._leaving == {}
+
+
+def test_a_successor_on_a_node_that_the_start_did_not_compare_serves_only_if_its_files_are_the_drivers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, answers = [], dict[str, Any]()
+    restarts: Any = object.__new__(EngineRestarts)
+    restarts._group, restarts._start_s = SimpleNamespace(death_of=lambda engine: "death", name="actor_infer"), None
+    restarts._later_nodes = SimpleNamespace(compare=lambda role, places: asked.append((role, places)) or ["comparison"])
+    monkeypatch.setattr(engine_restarts.ray, "wait", lambda calls, **_: ([call for call in calls if call in answers], []))
+    monkeypatch.setattr(engine_restarts.ray, "get", lambda refs: [value_or_raise(answers[ref]) for ref in refs])
+    start: Any = engine_restarts._Start(["initialize", "place"])
+    answers |= {"initialize": None, "place": "there"}
+    assert restarts._failure(0, start) is None and start.place is None
+    assert asked == [("actor_infer", ["there"])]
+    answers["comparison"] = ValueError("model.path: /m on node 10.0.0.2")
+    assert restarts._failure(0, start) == "ValueError: model.path: /m on node 10.0.0.2"
+    answers["comparison"] = None
+    assert restarts._failure(0, start) is None and start.place == "there" and len(asked) == 1
+
+
+def value_or_raise(value: Any) -> Any:
+    if isinstance(value, Exception):
+        raise value
+    return value
 
 
 @pytest.mark.slow
@@ -285,8 +319,8 @@ def test_an_engine_joins_when_devices_are_free_and_leaves_a_drained_node(
     infer.all(InferWorker.initialize)
     rollout = changed(spec_of(model, tmp_path), deterministic=False, actor_infer=role_of(restarts=1))
     service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, rollout)
-    joining = JoiningEngines(spec.slots, lambda: placement.later_slot(1), View(None, {}), [])
-    restarts = EngineRestarts(Engines(infer, InferRoleConfig()), service, 1, record, joining, follows_drains=True)  # type: ignore[arg-type]
+    joining, known = JoiningEngines(spec.slots, lambda: placement.later_slot(1)), all_known()
+    restarts = EngineRestarts(Engines(infer, InferRoleConfig()), service, 1, record, known, joining, follows_drains=True)  # type: ignore[arg-type]
     try:
         service.one(RolloutWorker.prepare, {}, {})
         service.one(RolloutWorker.initialize, infer.actors, restarts.absent)

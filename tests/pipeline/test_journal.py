@@ -203,17 +203,18 @@ def test_a_failure_of_every_step_is_told_once_and_counted(journal: Journal, caps
                 rows_of([], {}),
                 failing("the judge is away" if step == 5 else f"no answer of {step}ab{step:x} in 1.{step} s", step),
                 0,
-                {"reward": {"add": 2}},
+                {"reward": {"add": ["its process died", "reward exact on 10.0.0.2: its process died"]}},
             )
     journal.close("completed")
+    replaced = "domains.add.reward: 2 worker(s) died or hung and were replaced: reward exact on 10.0.0.2: its process died"
     late = "sample(s) failed for good, {0} of them: no answer of {0}ab{0:x} in 1.{0} s"
     assert [line for line in capsys.readouterr().out.splitlines() if "failed for good" in line or "replaced" in line] == [
-        "domains.add.reward: 2 worker(s) died or hung and were replaced",
+        replaced,
         f"domain make: 1 {late.format(1)}",
         "domain make: 5 sample(s) failed for good, 5 of them: the judge is away",
-        "domains.add.reward: 2 worker(s) died or hung and were replaced (for the 10th time)",
+        f"{replaced} (for the 10th time)",
         f"domain make: 11 {late.format(11)} (for the 10th time)",
-        "domains.add.reward: 12 times as the first time: 2 worker(s) died or hung and were replaced",
+        replaced.replace(": 2", ": 12 times as the first time: 2"),
         f"domain make: 11 times as the first time: 1 {late.format(1)}",
     ]
 

@@ -13,7 +13,8 @@ import pytest
 import ray
 
 from roll_lite.pipeline import node_facts as module
-from roll_lite.pipeline.node_facts import NodeFacts, Scout, compare_nodes, differences, look_at, node_table, warnings
+from roll_lite.pipeline.node_facts import NodeFacts, Scout, differences, look_at, node_table, warnings
+from roll_lite.pipeline.nodes import check_nodes
 
 SAME = {"python": "3.11", "torch": "2.11.0", "ray": "2.50"}
 ROLES = {"a": {"actor_train"}, "b": {"actor_infer"}, "c": {"actor_infer"}}
@@ -42,6 +43,12 @@ def test_another_version_is_named_by_node() -> None:
     (problem,) = differences(nodes, ROLES)
     assert problem == "versions of torch differ: 2.11.0 on a, 2.11.0 on b, 2.10.0 on c. Install the same on all nodes"
     assert node_table(nodes, COLUMN).splitlines()[1].split() == ["node", "roles", "torch", "memory", "free", "disk", "free", "clock"]
+
+
+def test_packages_that_rewards_compute_with_are_compared() -> None:
+    assert {"math-verify", "latex2sympy2_extended", "sympy", "langdetect"} < module.installed().keys()
+    (problem,) = differences({"a": facts(versions=SAME | {"sympy": "1.14"}), "b": facts(versions=SAME | {"sympy": "1.13"})}, ROLES)
+    assert problem.startswith("versions of sympy differ: 1.14 on a, 1.13 on b")
 
 
 def test_other_sources_of_the_same_version_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,4 +112,5 @@ def test_a_run_on_one_node_looks_at_none(ray_local: object, tmp_path: Path, monk
     monkeypatch.setattr(module, "look_at", None)
     here = ray.get_runtime_context().get_node_id()
     placement: Any = SimpleNamespace(nodes_by_role=lambda: {"actor_train": {here}})
-    assert compare_nodes(placement, tmp_path, print) == []
+    nothing: Any = None
+    assert check_nodes(nothing, tmp_path, placement, print) == []

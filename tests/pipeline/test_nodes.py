@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 
 from roll_lite.config.loading import load_config
+from roll_lite.distributed.place import Place
+from roll_lite.pipeline import node_facts, nodes
 from roll_lite.pipeline.nodes import (
     READ_WHOLE,
+    LaterNodes,
     Reader,
     UsersCode,
     View,
+    check_nodes,
     differences,
     fingerprint,
+    logs_come_home,
     readers,
     view_of,
     why_apart,
@@ -135,3 +143,95 @@ def test_a_fingerprint_tells_contents_apart(tmp_path: Path, size: int, place: st
     assert fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b")
     (tmp_path / "b").write_bytes(bytes(size + 1))
     assert fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b")
+
+
+def test_the_start_names_all_that_differs_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config("tiny_grpo", ROOT / "examples/configs")
+    placement: Any = SimpleNamespace(nodes_by_role=lambda: {"actor_train": {"d", "o"}})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "d"))
+    monkeypatch.setattr(nodes, "node_addresses", lambda: {"d": "10.0.0.1", "o": "10.0.0.2"})
+    own = node_facts.NodeFacts({"torch": "2.11"}, 1.0, 9.0, {})
+    there = node_facts.NodeFacts({"torch": "2.12"}, 1.0, 9.0, {"10.0.0.1": "refused"})
+    monkeypatch.setattr(node_facts, "look_at", lambda ids, folder: dict(zip(ids, (own, there), strict=True)))
+    views = {"d": View(None, {MODEL: FILES}), "o": View("it is not there", {MODEL: {}}, "cannot be used")}
+    monkeypatch.setattr(nodes, "views_of_nodes", lambda *_: views)
+    told: list[str] = []
+    with pytest.raises(ValueError) as caught:
+        check_nodes(config, tmp_path, placement, told.append)
+    versions, port, files, store = str(caught.value).splitlines()
+    assert versions.startswith("versions of torch differ: 2.11 on 10.0.0.1, 2.12 on 10.0.0.2")
+    assert "10.0.0.2 cannot connect to 10.0.0.1: refused" in port and files.startswith("model.path: /models/m on node 10.0.0.2")
+    assert store == "checkpoint.store: on node 10.0.0.2 cannot be used" and told[0].startswith("2 nodes, all with ")
+
+
+@pytest.fixture
+def elsewhere(ray_local: object, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """This node, as one that is not the driver's."""
+    here = Place(ray.get_runtime_context().get_node_id(), 0)
+    real = ray.get_runtime_context()
+    monkeypatch.setattr(nodes, "node_addresses", lambda: {"driver": "10.0.0.1"})
+    facade = {name: getattr(ray, name) for name in ("get", "remote", "util")}
+    facade["get_runtime_context"] = lambda: SimpleNamespace(get_node_id=lambda: "driver", worker=real.worker)
+    monkeypatch.setattr(nodes, "ray", SimpleNamespace(**facade))
+    return here
+
+
+def test_a_node_that_the_start_did_not_compare_is_compared_before_its_ranks_load(
+    elsewhere: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    readers = [Reader("model.path", tmp_path, ("actor_train", "actor_infer")), Reader("checkpoint.resume", tmp_path, ("actor_train",))]
+    monkeypatch.setattr(nodes, "readers", lambda config: readers)
+    placement: Any = SimpleNamespace(nodes_by_role=lambda: {"actor_train": {"driver"}, "actor_infer": {elsewhere.node}})
+    config: Any = None
+    later = LaterNodes(config, placement)
+    assert later.compare("actor_infer", [elsewhere]) == [], "the start has compared it"
+    assert later.compare("rollouts", [Place("driver", 0)]) == []
+    with monkeypatch.context() as other_files:
+        other_files.setattr(Reader, "files", lambda reader: {"config.json": "sha256 c"})  # on the driver's node
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=r"model\.path: .*, where actor_train loads it, is not what it is on .* sha256 c and sha256 "
+            ):
+                later.require_same("actor_train", [elsewhere])
+    later.require_same("actor_train", [elsewhere])
+    assert later.compare("actor_train", [elsewhere]) == [], "it is compared once"
+    later.require_same("actor_train", [Place("0" * 56, 0)])  # it is lost: the next call to its ranks fails
+
+
+def test_logs_of_every_living_node_come_home_under_their_nodes_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The second life of a run: node b was there in the first one, c is new, s shares the folder, g is gone."""
+    disks = {node: tmp_path / node / "logs" for node in ("driver", "b", "c")}
+    for node, disk in disks.items():
+        disk.mkdir(parents=True)
+        (disk / "actor_infer-1.log").write_text(f"of {node}")
+    (disks["driver"] / "actor_infer-1.b.log").write_text("first life of b")
+    disks["s"] = disks["driver"]
+
+    def remote(read: Any) -> Any:
+        def options(num_cpus: int, scheduling_strategy: Any) -> Any:
+            return SimpleNamespace(remote=lambda probe: (read, scheduling_strategy.node_id, probe))
+
+        return SimpleNamespace(options=options)
+
+    def get(asked: Any) -> Any:
+        read, node, probe = asked
+        if node == "g":
+            raise ray.exceptions.NodeDiedError("it is gone")
+        return found[asked] if asked in found else read(disks[node] / probe.name)
+
+    def wait(asked: Any, num_returns: int, timeout: float) -> Any:
+        found.update({one: get(one) for one in asked if one[1] != "g"})
+        return asked, []
+
+    found: dict[Any, Any] = {}
+    context = SimpleNamespace(get_node_id=lambda: "driver")
+    monkeypatch.setattr(nodes, "ray", SimpleNamespace(remote=remote, get=get, wait=wait, get_runtime_context=lambda: context))
+    monkeypatch.setattr(nodes, "node_addresses", lambda: {node: node for node in ("driver", "b", "c", "s", "g")})
+    monkeypatch.setattr(nodes, "on_node", lambda node: SimpleNamespace(node_id=node))
+    session: Any = SimpleNamespace(started=False)
+    with logs_come_home(tmp_path / "driver", session):
+        pass
+    told = {path.name: path.read_text() for path in disks["driver"].iterdir()}
+    assert told == {"actor_infer-1.log": "of driver", "actor_infer-1.b.log": "of b", "actor_infer-1.c.log": "of c"}

@@ -123,7 +123,7 @@ async def test_failures_cost_their_own_episode_only() -> None:
     async with pool("troubled") as environments:
         kinds = ["slow", "raise", "hang"]
         results = await asyncio.gather(*(outcome(environments, conversation("x"), trouble=kind) for kind in kinds))
-        assert environments.newly_replaced() == 0
+        assert len(environments.newly_replaced()) == 0
     assert results[0] == "played"
     assert "OSError: no service" in results[1] and "environment_cases.py, line" in results[1]
     assert "it took longer than 2 s (turn_timeout_s)" in results[2]
@@ -137,7 +137,7 @@ async def test_a_death_is_blamed_on_an_episode_only_if_no_other_can_be_guilty() 
         alone = await outcome(environments, conversation("x"), trouble="die")
         assert not alone.startswith("uncounted") and alone != "played"
         assert await outcome(environments, conversation("x")) == "played", "the worker is replaced"
-        assert environments.newly_replaced() == 2
+        assert len(environments.newly_replaced()) == 2
 
 
 @pytest.mark.nightly
@@ -183,7 +183,7 @@ async def test_a_worker_in_which_calls_hang_is_replaced(monkeypatch: pytest.Monk
         async with asyncio.timeout(120):
             told = await other
         assert told.startswith("uncounted: ") and "2 calls hang in it" in told
-        assert await outcome(environments, conversation("x")) == "played" and environments.newly_replaced() == 1
+        assert await outcome(environments, conversation("x")) == "played" and len(environments.newly_replaced()) == 1
 
 
 @pytest.mark.nightly
@@ -191,7 +191,7 @@ async def test_an_episode_that_does_not_even_end_costs_its_worker(monkeypatch: p
     monkeypatch.setattr(environment, "GRACE_SECONDS", 0.5)
     async with pool("NeverCloses", turn_timeout_s=1.0) as environments:
         assert "an episode did not end 0.5 s after its time limit" in await outcome(environments, conversation("no number"))
-        assert environments.newly_replaced() <= 1
+        assert len(environments.newly_replaced()) <= 1
 
 
 @pytest.mark.nightly

@@ -199,7 +199,7 @@ async def test_a_dead_copy_fails_its_samples_and_comes_back_while_the_others_ser
         before = len(dead.calls)
         assert await asyncio.gather(*(model.score("xx") for _ in range(12))) == [2.0] * 12
     assert len(dead.calls) > before
-    assert (model.newly_replaced(), model.newly_replaced()) == (1, 0)
+    assert (len(model.newly_replaced()), len(model.newly_replaced())) == (1, 0)
     assert (dead.kills, alive.kills) == (0, 0)
 
 
@@ -220,7 +220,7 @@ async def test_whoever_waits_for_the_last_copy_hears_of_its_death_and_may_ask_ag
                 return await pool.score(item())
 
         assert all(isinstance(score, Score) for score in await asyncio.gather(*(tried_twice() for _ in range(6)))), "one retry is enough"
-        assert pool.newly_replaced() == 2
+        assert len(pool.newly_replaced()) == 2
 
 
 async def test_a_model_that_does_not_come_back_fails_every_sample_with_both_causes() -> None:
