@@ -41,8 +41,6 @@ class TrackedRun:
     folder: Path
     experiment: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    repeats_from: int | None = None
-    """First step that a resumed run repeats in its folder; None for a new folder."""
     id: str | None = None
     """Tracking service's id of the resumed run; None for a new run."""
 
@@ -58,6 +56,9 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics of a step. Later calls for the same step add further metrics."""
+
+    def repeat(self, step: int) -> None:  # noqa: B027
+        """Forget metrics from `step` on: the run repeats these steps. Optional."""
 
     def spans(self, step: int, spans: Sequence[Span]) -> None:  # noqa: B027
         """Log a step's phases and the phases of its training ranks. Optional."""
@@ -93,7 +94,11 @@ class TensorBoardTracker(Tracker):
         # Imported here: it takes a second.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.repeats_from, flush_secs=10)
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), flush_secs=10)
+
+    def repeat(self, step: int) -> None:
+        self._writer.close()
+        self._writer = type(self._writer)(self._writer.log_dir, purge_step=step, flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -142,6 +147,9 @@ class Trackers(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
+
+    def repeat(self, step: int) -> None:
+        self._each(lambda tracker: tracker.repeat(step))
 
     def spans(self, step: int, spans: Sequence[Span]) -> None:
         self._each(lambda tracker: tracker.spans(step, spans), extra="spans")
