@@ -211,7 +211,7 @@ class WandbTracker(Tracker):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads it when it is imported
         import wandb
 
-        self.run_id = run.id or str(args.pop("id", None) or uuid4().hex[:12])
+        self.run_id = str(args.pop("id", None) or run.id or uuid4().hex[:12])
         private = {
             "console": "off",
             "disable_git": True,
@@ -292,7 +292,7 @@ class SwanLabTracker(Tracker):
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         import swanlab
 
-        self.run_id = run.id or str(args.pop("id", None) or uuid4().hex[:21])
+        self.run_id = str(args.pop("id", None) or run.id or uuid4().hex[:21])
         probe = dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor"), False)
         settings = swanlab.Settings(probe=probe, terminal={"proxy_type": "none"}, interactive=False)
         defaults = {"project": run.experiment.replace("/", "-"), "log_dir": str(run.folder / "swanlab"), "resume": "allow"}
