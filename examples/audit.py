@@ -81,6 +81,10 @@ def history_of(run: Path, seen: tuple[Path, ...] = ()) -> History:
 def go_back(history: History, run: Path, other: Path, step: int, seen: tuple[Path, ...]) -> None:
     """Make `history` that of the run `other`, which may be the same one, up to a step."""
     other = other.resolve()
+    if other == run and not history.lines:
+        history.whole = False
+        history.notes.append(f"goes on from step {step} in another folder: what was done before is not audited")
+        return
     if other != run:
         if not other.exists():
             other = run.parent / other.name  # the runs were moved together
@@ -110,6 +114,13 @@ class Audit:
         self.start: Line = {}
         self.groups: dict[int, Line] = {}
         self.open: set[int] = set()
+        self.put_back: list[tuple[Line, int]] = []
+        """Stale and dropped groups, each with a number: new prompts of later groups of its domain started after it was put back."""
+        self.not_counted: list[Line] = []
+        """Stale and dropped groups since the last batch."""
+        self.before_drop: dict[str, int] = {}
+        """Highest group number, by domain, before the last checkpoint that is continued."""
+        self.highest: dict[str, int] = defaultdict(int)
         self.next_group: int | None = 0 if history.whole else None
         self.ended = False
         self.delivered: dict[int, set[Name]] = defaultdict(set)
@@ -165,6 +176,11 @@ class Audit:
             self.problem(f"group {number} of {domain} was lost without a cause ({end})")
         self.groups[number] = line
         self.open.discard(number)
+        self.highest[domain] = max(self.highest[domain], number)
+        if end not in FINAL:
+            self.not_counted.append(line)
+        if end == "dropped":
+            self.before_drop[domain] = self.highest[domain]
         total = self.total[domain]
         total[end] += 1
         if end != "delivered":
@@ -197,6 +213,9 @@ class Audit:
         if step in self.batches:
             self.problem(f"step {step} has two batches")
         self.batches[step] = line
+        for lost in self.not_counted:
+            self.put_back.append((lost, line["admitted"] if lost["end"] == "stale" else self.before_drop[lost["domain"]] + 1))
+        self.not_counted.clear()
         self.watermark(line, f"when the batch of step {step} was complete")
         mine = [group for group in self.groups.values() if group["end"] == "delivered" and group.get("step") == step]
         self.check_versions(line, mine)
@@ -336,10 +355,31 @@ class Audit:
             earlier = self.groups.get(line.get("continues", -1))
             if earlier is not None and (earlier["end"], earlier["prompt"]) != ("dropped", line["prompt"]):
                 self.problem(f"group {number} continues group {earlier['group']}, which was not dropped, or had another prompt")
+        self.check_restarts()
         if self.ended and self.whole:
             for (domain, prompt_number), seen in sorted(epochs.items()):
                 for epoch in sorted(set(range(max(seen))) - seen):
                     self.problem(f"prompt {prompt_number} of {domain} was lost without a cause: it never came in epoch {epoch}")
+
+    def check_restarts(self) -> None:
+        """Prompts that were put back start again before any new prompt of their domain."""
+        starts: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        for number, line in sorted(self.groups.items()):
+            starts[line["domain"], line["epoch"], line["prompt"]].append(number)
+        new: dict[str, list[int]] = defaultdict(list)
+        for (domain, *_), numbers in starts.items():
+            new[domain].append(numbers[0])
+        for line, after in self.put_back:
+            number, domain = line["group"], line["domain"]
+            first = min((one for one in new[domain] if one >= after), default=None)
+            again = min((one for one in starts[domain, line["epoch"], line["prompt"]] if one > number), default=None)
+            if first is None or (again is not None and again < first):
+                continue
+            if all(one in self.groups for one in range(number + 1, first)):  # otherwise one that is in flight may have started it
+                self.problem(
+                    f"prompt {line['prompt']} of {domain} was lost without a cause: group {number} was {line['end']}, and group {first} "
+                    "started a new prompt, though that one had not started again"
+                )
 
     # ---------------------------------------------------------------- the table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,6 +21,8 @@ from roll_lite.config.problems import Problem
 from roll_lite.config.schema.base import LATEST
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import kind_of, remote_folder, try_store
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
@@ -53,6 +56,8 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another driver still writes to {folder}: end it first") from None
+        except OSError as error:  # some network file systems have no locks
+            logger.warning("%s cannot be locked (%s): a second driver is not noticed", folder, error)
         yield
 
 

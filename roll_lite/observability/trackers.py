@@ -41,8 +41,6 @@ class TrackedRun:
     folder: Path
     experiment: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    repeats_from: int | None = None
-    """First step that a resumed run repeats in its folder; None for a new folder."""
     id: str | None = None
     """Tracking service's id of the resumed run; None for a new run."""
 
@@ -58,6 +56,9 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics of a step. Later calls for the same step add further metrics."""
+
+    def repeat(self, step: int) -> None:  # noqa: B027
+        """Forget metrics from `step` on: the run repeats these steps. Optional."""
 
     def spans(self, step: int, spans: Sequence[Span]) -> None:  # noqa: B027
         """Log a step's phases and the phases of its training ranks. Optional."""
@@ -101,7 +102,11 @@ class TensorBoardTracker(Tracker):
         # Imported here: it takes a second.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.repeats_from, flush_secs=10)
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), flush_secs=10)
+
+    def repeat(self, step: int) -> None:
+        self._writer.close()
+        self._writer = type(self._writer)(self._writer.log_dir, purge_step=step, flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -151,6 +156,9 @@ class Trackers(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
+
+    def repeat(self, step: int) -> None:
+        self._each(lambda tracker: tracker.repeat(step))
 
     def spans(self, step: int, spans: Sequence[Span]) -> None:
         self._each(lambda tracker: tracker.spans(step, spans), extra="spans")
@@ -214,7 +222,7 @@ class WandbTracker(Tracker):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads it when it is imported
         import wandb
 
-        self.run_id = run.id or str(args.pop("id", None) or uuid4().hex[:12])
+        self.run_id = str(args.pop("id", None) or run.id or uuid4().hex[:12])
         private = {
             "console": "off",
             "disable_git": True,
@@ -295,7 +303,7 @@ class SwanLabTracker(Tracker):
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         import swanlab
 
-        self.run_id = run.id or str(args.pop("id", None) or uuid4().hex[:21])
+        self.run_id = str(args.pop("id", None) or run.id or uuid4().hex[:21])
         probe = dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor"), False)
         settings = swanlab.Settings(probe=probe, terminal={"proxy_type": "none"}, interactive=False)
         defaults = {"project": run.experiment.replace("/", "-"), "log_dir": str(run.folder / "swanlab"), "resume": "allow"}

@@ -41,6 +41,7 @@ from roll_lite.pipeline.checkpoint_files import (
     DamagedCheckpoint,
     check_sums,
     discard,
+    earlier_ones,
     finished_checkpoints,
     read_list,
     read_state,
@@ -85,12 +86,13 @@ class Checkpoints:
         """`nodes_without_run_folder`: addresses of nodes that do not share the run folder."""
         self._config = config
         self._nodes_without_run_folder = nodes_without_run_folder
-        self._run_folder = run_folder
-        self._home = folder_of_checkpoints(config, run_folder)
+        self._run_folder = run_folder.resolve()
+        self._home = folder_of_checkpoints(config, self._run_folder).resolve()
         self._in_store = not is_local(self._home)
         self._waiting: list[Path] = []
         self._running: Unfinished | None = None
-        self._newest: Path | None = None
+        self.newest: Path | None = None
+        """Newest finished checkpoint, or that from which the run resumed."""
         self.copy_every, self.copied_step = config.checkpoint.in_memory_every, 0
         """`copy_every`: steps between in-memory copies; 0: never. `copied_step`: step of the newest copy; 0: none."""
         self._copy: dict[str, Any] = {}
@@ -100,29 +102,6 @@ class Checkpoints:
         """Save a checkpoint and return its folder. If asynchronous, it is complete only after `finish_if_written` or `finish`. `rollouts`,
         `pipeline`: states of rollout service and driver. `unfinished`: file content with the samples in flight."""
         self.finish()
-        if self._newest is not None and self.newest_step == pipeline["steps_done"]:
-            return self._newest  # saved before a rank was lost and later steps were repeated
-        whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
-        folder = whole if self._in_store else whole.with_suffix(".partial")
-        if self._in_store:
-            self._waiting = [other for other in self._waiting if other != whole]
-            self._keep_on_nodes(models)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        with _removed_on_failure(folder):
-            self._start(models, rollouts, pipeline, unfinished, folder)
-        if not self._config.checkpoint.asynchronous:
-            self.finish()
-        return whole
-
-    def _start(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes, folder: Path) -> None:
-        saved = self.stateful(models)
-        if unfinished:
-            (folder / UNFINISHED_FILE).write_bytes(unfinished)
-        for role, model in saved.items():
-            (folder / role).mkdir()
-            with model.loaded(states(Phase.CHECKPOINT)):
-                model.ranks.all(ModelWorker.start_checkpoint, (folder / role).resolve(), self._config.checkpoint.asynchronous)
         state = {
             "schema_version": SCHEMA_VERSION,
             "pipeline": pipeline,
@@ -130,8 +109,53 @@ class Checkpoints:
             "config": self._config.model_dump(mode="json"),
             "trackers": tracker_ids(self._run_folder),
         }
-        (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        name = f"step_{pipeline['steps_done']:06d}"
+        files = {STATE_FILE: json.dumps(state, indent=2).encode() + b"\n", UNFINISHED_FILE: unfinished}
+        if self.newest is not None and self.newest == self._home / FOLDER / name:
+            if unfinished:
+                self._renew(self.newest, files)
+            return self.newest
+        whole = self._run_folder / FOLDER / name
+        folder = whole if self._in_store else whole.with_suffix(".partial")
+        if self._in_store:
+            self._waiting = [other for other in self._waiting if other != whole]
+            self._keep_on_nodes(models)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        with _removed_on_failure(folder):
+            self._start(models, files, folder)
+        if not self._config.checkpoint.asynchronous:
+            self.finish()
+        return whole
+
+    def _start(self, models: Models, files: Mapping[str, bytes], folder: Path) -> None:
+        saved = self.stateful(models)
+        for role, model in saved.items():
+            (folder / role).mkdir()
+            with model.loaded(states(Phase.CHECKPOINT)):
+                model.ranks.all(ModelWorker.start_checkpoint, folder / role, self._config.checkpoint.asynchronous)
+        for name, content in files.items():
+            if content:
+                (folder / name).write_bytes(content)
         self._running = Unfinished(folder, saved)
+
+    def _renew(self, checkpoint: Path, files: Mapping[str, bytes]) -> None:
+        """Replace state and samples in flight of a finished checkpoint by newer ones of the same step. The new files count once files.json,
+        which is replaced atomically, lists them under their own names."""
+        folder = self._on_nodes(checkpoint)
+        wanted = read_list(folder)
+        number = 2 if "state-1.json" in wanted else 1
+        new = {name.replace(".", f"-{number}."): content for name, content in files.items()}
+        wanted = {name: one for name, one in wanted.items() if "/" in name or name == STATE_FILE}
+        for name, content in new.items():
+            (folder / name).write_bytes(content)
+            wanted[name] = record(folder / name)
+        flush(folder / name for name in new)
+        write_list(folder, wanted)
+        flush([folder / LIST_FILE, folder])
+        with reaching(checkpoint):
+            for name in (*new, LIST_FILE) if self._in_store else ():
+                upload(folder / name, checkpoint / name)
 
     def finish_if_written(self, within_s: float | None = None) -> None:
         """Complete the checkpoint in progress if all ranks have written it. `within_s`: time limit for the ranks' answers; None: the
@@ -167,7 +191,7 @@ class Checkpoints:
             self._waiting.append(running.folder)
             self._upload(running.models)
         else:
-            self._newest = running.folder.with_suffix("")
+            self.newest = running.folder.with_suffix("")
             self._remove_old()
             size, free = sum(one.bytes for one in read_list(self._newest).values()), free_bytes(self._newest)
             if free < size and self.newest_step < self._config.steps:
@@ -218,7 +242,7 @@ class Checkpoints:
             discard(target)
         for role, model in models.items():
             own = [name for name in wanted if name.startswith(f"{role}/")]
-            for failure in filter(None, model.ranks.all(ModelWorker.upload_checkpoint, folder.resolve(), target, own)):
+            for failure in filter(None, model.ranks.all(ModelWorker.upload_checkpoint, folder, target, own)):
                 raise StoreUnreachable(failure)
         with reaching(target):
             for name in wanted.keys() & set(DRIVERS_FILES):
@@ -226,7 +250,7 @@ class Checkpoints:
             if wrong := [name for name, one in wanted.items() if _size(target / name) != one.bytes]:
                 raise StoreUnreachable(f"{target} lacks files that were uploaded, or has other sizes: {', '.join(wrong[:3])}")
             upload(folder / LIST_FILE, target / LIST_FILE)
-        self._newest = target
+        self.newest = target
 
     def upload_last(self, models: Models) -> None:
         """Upload waiting checkpoints at the run's end. Raise RuntimeError after LAST_TRIES failures."""
@@ -243,35 +267,32 @@ class Checkpoints:
         return f"To be uploaded, in {self._run_folder / FOLDER} on the nodes of the ranks: {waiting or 'nothing'}"
 
     def _keep_on_nodes(self, models: Models) -> None:
-        names = [folder.name for folder in (*self._waiting, self._newest) if folder is not None]
+        names = [folder.name for folder in (*self._waiting, self.newest) if folder is not None]
         for model in self.stateful(models).values():
-            model.ranks.all(ModelWorker.keep_checkpoints, (self._run_folder / FOLDER).resolve(), names)
+            model.ranks.all(ModelWorker.keep_checkpoints, self._run_folder / FOLDER, names)
         keep_only(self._run_folder / FOLDER, names)
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
         """Verify and load the checkpoint of `checkpoint.resume`. Return the driver's state; None if the run starts anew. If the checkpoint
-        is damaged and the run continues in its own folder, mark it and load the previous one."""
+        is damaged and the run continues in its own folder, mark it and load the previous one; DamagedCheckpoint without one."""
         if self._config.checkpoint.source is None:
             return None
-        folder = resumption(self._config.checkpoint.source).checkpoint
+        for left in (self._run_folder / FOLDER).glob("*.partial"):  # by a process that was killed as it saved
+            shutil.rmtree(left, ignore_errors=True)
+        self.newest = resumption(self._config.checkpoint.source).checkpoint.resolve()
         while True:
             try:
-                state = self._verified(folder, models)
+                state = self._verified(self.newest, models)
                 break
             except DamagedCheckpoint as error:
-                if not self.continues_in_folder:
-                    raise
-                logger.warning("%s", error)
-                set_aside(folder)
-                folder = resumption(self._home.resolve()).checkpoint
-        self._load_models(models, folder)
-        source.load_state_dict(state["rollouts"], self._unfinished(folder, state))
-        self._newest = folder
+                self.set_aside_newest(error)
+        self._load_models(models, self.newest)
+        source.load_state_dict(state["rollouts"], self._unfinished(self.newest, state))
         return state["pipeline"]
 
     @property
     def newest_step(self) -> int:
-        return 0 if self._newest is None else steps_of(self._newest)
+        return 0 if self.newest is None else steps_of(self.newest)
 
     def copy_state(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any]) -> None:
         """Copy the ranks' states into their nodes' object stores. If they do not fit, make no more copies."""
@@ -301,41 +322,42 @@ class Checkpoints:
             self.copied_step = copied
             return self._copy
         self._waiting.clear()
-        if self._newest is None:
+        if self.newest is None:
             return None
-        copy = self._on_nodes(self._newest)
+        copy = self._on_nodes(self.newest)
         try:
-            state = self._verified(self._newest, models, copy if (copy / LIST_FILE).exists() else None)
+            state = self._verified(self.newest, models, copy if (copy / LIST_FILE).exists() else None)
         except DamagedCheckpoint:
-            if is_local(self._newest):
+            if is_local(self.newest):
                 raise
-            state = self._verified(self._newest, models)  # the store's copy may be intact
-        self._load_models(models, self._newest)
+            state = self._verified(self.newest, models)  # the store's copy may be intact
+        self._load_models(models, self.newest)
         return state
 
     def set_aside_newest(self, error: DamagedCheckpoint) -> None:
         """Mark this run's newest checkpoint as damaged, and use its previous one. Without a previous one, a new run uses the start weights,
         and a resumed run raises `error`."""
-        assert self._newest is not None
+        assert self.newest is not None
         with reaching(self._home):
-            earlier = [other for other in finished_checkpoints(self._home) if steps_of(other) < self.newest_step]
-            if self._newest.parent.parent != self._home or not (earlier or self._config.checkpoint.source is None):
+            earlier = earlier_ones(self.newest)
+            if self.newest.parent.parent != self._home or not (earlier or self._config.checkpoint.source is None):
                 raise error
             logger.warning("%s", error)
-            set_aside(self._newest)
-        self._newest = earlier[-1] if earlier else None
+            set_aside(self.newest)
+        self.newest = earlier[-1] if earlier else None
 
     def _load_models(self, models: Models, folder: Path) -> None:
         for role, model in self.stateful(models).items():
             with model.loaded(states(Phase.CHECKPOINT)):
-                model.ranks.all(ModelWorker.load_checkpoint, (self._on_nodes(folder) / role).resolve())
+                model.ranks.all(ModelWorker.load_checkpoint, self._on_nodes(folder) / role)
 
     def _unfinished(self, folder: Path, state: dict[str, Any]) -> bytes:
         """Return the checkpoint's file of samples in flight; empty without such a file, or if settings of generation or scoring have
         changed."""
-        file = self._on_nodes(folder) / UNFINISHED_FILE
+        copy = self._on_nodes(folder)
+        listed = [name for name in read_list(copy) if name.startswith("unfinished")]
         usable = samples_continue(state["config"], self._config.model_dump(mode="json"))
-        return file.read_bytes() if usable and UNFINISHED_FILE in read_list(file.parent) else b""
+        return (copy / listed[0]).read_bytes() if usable and listed else b""
 
     def _on_nodes(self, checkpoint: Path) -> Path:
         """Return the folder from which ranks load a checkpoint: the local copy on their node if the checkpoint is in a remote store."""
@@ -355,12 +377,12 @@ class Checkpoints:
             if not own:
                 continue
             if is_local(folder):
-                found = model.ranks.all(ModelWorker.file_records, folder.resolve(), list(own))
+                found = model.ranks.all(ModelWorker.file_records, folder, list(own))
             else:
-                found = model.ranks.all(ModelWorker.download_checkpoint, folder, self._on_nodes(folder).resolve(), own)
+                found = model.ranks.all(ModelWorker.download_checkpoint, folder, self._on_nodes(folder), own)
             for records in found:
                 check_sums(folder, wanted, records.items())
-        drivers = [name for name in DRIVERS_FILES if name in wanted]
+        drivers = [name for name in wanted if "/" not in name]
         with reaching(folder):
             for name in () if is_local(described) else (*drivers, LIST_FILE):
                 download(folder / name, self._on_nodes(folder) / name)
@@ -388,7 +410,7 @@ class Checkpoints:
         shutil.rmtree(folder)
 
     def _save_hf(self, model: Model[Any], role: str, name: str, average: bool) -> Path:
-        folder = (self._run_folder / name).resolve()
+        folder = self._run_folder / name
         written = model.ranks.all(ModelWorker.save_hf, folder, average)
         model.bring_home(folder, written, self._nodes_without_run_folder)
         expect_files(folder, {file: size for own in written for file, size in own.items()}, role)

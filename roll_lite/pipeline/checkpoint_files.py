@@ -1,7 +1,7 @@
 """Choose the checkpoint to resume from; check that its files are intact and fit the run.
 
 A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and, written
-last, `files.json` (sizes and checksums).
+last, `files.json` (sizes and checksums). A newer state of the same step has files of other names (`state-*.json`, `unfinished-*.parquet`).
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ def resumption(folder: Path) -> Resumption:
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Replace `checkpoint.resume: auto` by the experiment's newest intact checkpoint, or by None. Return the configuration and notes on the
-    choice. May raise StoreUnreachable."""
+    choice. If all are damaged, choose the newest, with which no run starts. May raise StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):
             given = str(remote_folder(store) / given.parent.name / given.name)
         return _resuming(config, given), []
     experiment = experiment_folder(config)
-    chosen, notes = None, list[str]()
+    chosen, damaged_one, notes = None, None, list[str]()
     with reaching(experiment):
         for checkpoint in (
             checkpoint
@@ -112,10 +112,12 @@ def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
                 with reaching(checkpoint):
                     read_state(checkpoint)
             except (ValueError, OSError) as error:
+                damaged_one = damaged_one or checkpoint.resolve()
                 notes.append(f"{str(error).split('; ')[0]}; an older one is looked for")
                 continue
             chosen = checkpoint.resolve()
             break
+    chosen = chosen or damaged_one
     if chosen is None:
         notes.append(f"checkpoint.resume: auto: no checkpoint in {experiment}, the run starts afresh")
     return _resuming(config, chosen if chosen is None or is_local(chosen) else str(chosen)), notes
@@ -130,11 +132,14 @@ def _resuming(config: RunConfig, resume: Path | str | None) -> RunConfig:
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})})
 
 
+def earlier_ones(checkpoint: Path) -> list[Path]:
+    return [other for other in finished_checkpoints(checkpoint.parent.parent) if steps_of(other) < steps_of(checkpoint)]
+
+
 def remedy(checkpoint: Path) -> str:
-    earlier = [other for other in finished_checkpoints(checkpoint.parent.parent) if steps_of(other) < steps_of(checkpoint)]
-    if earlier:
+    if earlier := earlier_ones(checkpoint):
         return f"the one before it can be gone on from: checkpoint.resume={earlier[-1]}"
-    return "there is no earlier one beside it: go on from another run's checkpoint, or start anew"
+    return "there is no earlier one beside it: go on from another run's checkpoint, or start anew (checkpoint.resume=null)"
 
 
 def _numbered(run_folder: Path) -> list[Path]:
@@ -177,16 +182,17 @@ def read_list(checkpoint: Path) -> dict[str, FileRecord]:
 
 
 def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
-    """Return state.json after verifying its checksum and, unless `sizes` is False, all files' sizes."""
+    """Return the newest state after verifying its checksum and, unless `sizes` is False, all files' sizes."""
     wanted = read_list(checkpoint)
     check_sizes(checkpoint, wanted if sizes else {})
-    check_sums(checkpoint, wanted, [(STATE_FILE, record(checkpoint / STATE_FILE))])
-    state = _read_json(checkpoint, STATE_FILE)
+    newest = next((name for name in wanted if name.startswith("state-")), STATE_FILE)
+    check_sums(checkpoint, wanted, [(newest, record(checkpoint / newest))])
+    state = _read_json(checkpoint, newest)
     version = state.get("schema_version") if isinstance(state, dict) else None
     if version != SCHEMA_VERSION:
         raise ValueError(
             f"checkpoint.resume: {checkpoint} has schema version {version}, this program reads {SCHEMA_VERSION}: "
-            "go on with the version of roll_lite that wrote it, or start anew"
+            "go on with the version of roll_lite that wrote it, or start anew (checkpoint.resume=null)"
         )
     return state
 

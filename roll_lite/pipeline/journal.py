@@ -48,7 +48,7 @@ from roll_lite.observability.report import (
 from roll_lite.observability.run_folder import continues_in_folder, cut_after, folder_of_checkpoints
 from roll_lite.observability.timers import STEP, Span, StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, shown_settings
-from roll_lite.pipeline.checkpoint_files import known_tracker_ids, resumption, steps_of
+from roll_lite.pipeline.checkpoint_files import known_tracker_ids, resumption
 from roll_lite.pipeline.ledger import Ledger
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW
@@ -115,9 +115,8 @@ class Journal:
         config, resume = self._config, self._config.checkpoint.source
         settings = shown_settings(config.model_dump(mode="json"), os.environ)
         del settings["trackers"]
-        repeats_from = steps_of(resume) + 1 if resume is not None and continues_in_folder(config, self.folder) else None
         ids = {} if resume is None else known_tracker_ids(resumption(resume).checkpoint)
-        built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings, repeats_from), ids)
+        built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings), ids)
         self._trackers = Trackers([*built, self.history], self.console.message)
         self._summarize("running")
 
@@ -476,18 +475,19 @@ class Journal:
 
     # ---------------------------------------------------------------- around the steps
 
-    def resumed(self, step: int) -> None:
+    def resumed(self, step: int, checkpoint: Path | None) -> None:
         self._first = step
         if continues_in_folder(self._config, self.folder):
             self.go_back(step)
         self._steps = step
-        self.console.message(f"resumed after step {step} from {self._config.checkpoint.source}")
+        self.console.message(f"resumed after step {step} from {checkpoint}")
 
     def go_back(self, step: int) -> None:
         """Remove records of steps after `step`, which the run repeats."""
         self._steps = step
         cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE, SPANS_FILE))
         self.history.restore(self.folder / METRICS_FILE)
+        self._trackers.repeat(step + 1)
 
     def validation(self, step: int, rows: DataProto, stats: RolloutStats) -> None:
         sums = held_out_metrics(rows, self._config.validation.samples_per_prompt)

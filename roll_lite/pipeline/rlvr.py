@@ -86,9 +86,13 @@ class RLVRPipeline:
         """Version of the actor's weights: number of steps that changed them."""
 
     def run(self) -> None:
-        self.resume()
+        interrupted = self.resume()
         self.journal.ledger.start(self.steps_done, self.version)
         self.recovery.begin(self.state_dict())
+        if interrupted is not None:
+            self.journal.console.message(f"the validation of step {interrupted} was under way at the checkpoint, and starts again")
+            with self.timers.phase("validation"):
+                self.recovery.survive(self, partial(self.begin_validation, interrupted))
         if not self.checkpoints.continues_in_folder or self.validation_is_due:  # a run that continues in its folder validates only when due
             self.recovery.survive(self, self.validate)
         if self.config.mode == "evaluate":
@@ -330,8 +334,9 @@ class RLVRPipeline:
     @phase("checkpoint")
     def save_checkpoint(self) -> None:
         with WATCHDOG.uninterrupted():
-            state = self.source.state_dict()
-            unfinished = self.source.unfinished(state) if self.config.checkpoint.unfinished else b""
+            state, unfinished = self.source.state_dict(), b""
+            if self.config.checkpoint.unfinished:
+                state, unfinished = self.source.unfinished(state)
             self.checkpoints.save(self.models, state, self.state_dict(), unfinished)
 
     @phase("checkpoint")
@@ -343,17 +348,17 @@ class RLVRPipeline:
         """Save the state after the last complete step, within the time that remains after a SIGTERM."""
         seconds = WATCHDOG.preempted_for(self.config.checkpoint.on_sigterm_s)
         with WATCHDOG.uninterrupted(), WATCHDOG.limit("checkpoint", seconds, "checkpoint.on_sigterm_s"):
-            unfinished, state, reached = b"", self.recovery.source_state, self.recovery.reached
+            unfinished, state = b"", self.recovery.source_state
+            reached = {**self.recovery.reached, "validation": self.validation.under_way}
             if self.config.checkpoint.unfinished:
                 with suppress(Exception):  # if this fails, their prompts start again
-                    unfinished = self.source.unfinished(state, seconds / 4)
+                    state, unfinished = self.source.unfinished(state, seconds / 4)
             self.source.abandon()
-            self.checkpoints.finish()
-            if self.checkpoints.newest_step < reached["steps_done"]:
+            if step := reached["steps_done"]:
                 self.checkpoints.save(self.models, state, reached, unfinished)
                 self.checkpoints.finish()
             self.checkpoints.upload_last(self.models)
-        self.journal.console.message(f"SIGTERM: saved the state after step {self.checkpoints.newest_step}")
+        self.journal.console.message(f"SIGTERM: saved the state after step {step}")
 
     @phase("checkpoint")
     def look_at_checkpoint(self) -> None:
@@ -366,11 +371,14 @@ class RLVRPipeline:
             self.checkpoints.export_model(self.models)
         self.checkpoints.upload_last(self.models)
 
-    def resume(self) -> None:
+    def resume(self) -> int | None:
+        """Return the step whose validation was under way at the checkpoint of this run; else None."""
         state = self.checkpoints.load(self.models, self.source)
-        if state is not None:
-            self.restore(state)
-            self.journal.resumed(self.steps_done)
+        if state is None:
+            return None
+        self.restore(state)
+        self.journal.resumed(self.steps_done, self.checkpoints.newest)
+        return state.get("validation") if self.checkpoints.continues_in_folder and validates(self.config) else None
 
     def restore(self, state: dict[str, Any]) -> None:
         self.steps_done, self.version = state["steps_done"], state["version"]
@@ -379,7 +387,7 @@ class RLVRPipeline:
 
     def state_dict(self) -> dict[str, Any]:
         remembered = {name: part.state_dict() for name, part in self.remembering.items()}
-        return {"steps_done": self.steps_done, "version": self.version, **remembered}
+        return {"steps_done": self.steps_done, "version": self.version, "validation": self.validation.under_way, **remembered}
 
     # ---------------------------------------------------------------- derived from the configuration
 

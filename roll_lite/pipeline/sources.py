@@ -86,9 +86,10 @@ class BatchSource(ABC):
         """Restore `state`, and continue the samples in flight. `unfinished`: content of the checkpoint's file of these samples, or
         empty."""
 
-    def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
-        """Return a checkpoint file's content with the samples in flight in `state`, or b"". `within_s`: timeout in seconds."""
-        return b""
+    def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> tuple[dict[str, Any], bytes]:
+        """Return the state after the last batch of `state`, with groups admitted since unless the run is deterministic, and a checkpoint
+        file's content with its samples in flight, or b"". `within_s`: timeout in seconds."""
+        return state, b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
         """Stop everything at once: the run ends and needs the devices to save its state."""
@@ -273,7 +274,7 @@ class LiveRollouts(BatchSource):
         if continued := self.rollouts.one(RolloutWorker.load_state_dict, state, unfinished):
             self.journal.console.message(f"{continued} samples that were under way continue with their tokens")
 
-    def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
+    def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> tuple[dict[str, Any], bytes]:
         return self.rollouts.start_one(RolloutWorker.unfinished, state).result(within_s)
 
     def abandon(self) -> None:
@@ -321,6 +322,11 @@ class Validations:
         self.step: int | None = None
         """Step of the running validation or, if none runs, of the last one."""
 
+    @property
+    def under_way(self) -> int | None:
+        """Step of the running validation; None if none runs."""
+        return None if self._running is None else self.step
+
     def begin(self, step: int, version: int) -> None:
         """Start a validation whose results are reported for `step`; wait for its end, unless it runs during training (see `wait`)."""
         assert self._running is None
@@ -337,7 +343,7 @@ class Validations:
 
     def forget(self) -> int | None:
         """Abandon the running validation; return its step, or None."""
-        step = None if self._running is None else self.step
+        step = self.under_way
         self._running = self.step = None
         return step
 

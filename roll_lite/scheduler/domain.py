@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import ChainMap, Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -112,6 +112,10 @@ class DomainScheduler:
         self._changed, self._broken, self._on_left_out = changed, broken, left_out
         self._running: OrderedDict[int, _Live] = OrderedDict()
         self._finished: dict[int, _Live] = {}
+        self._taken: dict[int, _Live] = {}
+        """Groups taken for the current batch."""
+        self._delivered: dict[int, _Live] = {}
+        """Groups of the last batch, until the next is requested: until then, its step may not be complete."""
         self._put_back: deque[_PromptToStart] = deque()
         self._taken_up: dict[int, int] = {}
         """{group number in the resumed checkpoint: number of the group that continues it}."""
@@ -155,6 +159,7 @@ class DomainScheduler:
         self._ends = deque(self._ends, maxlen=LONG_WINDOW_FACTOR * self._failure_limit)
         self._tries_left = (self.running + self.owed) * self._further_tries
         self._waits_for = None
+        self._delivered = {}
 
     # ------------------------------------------------------------ admission
 
@@ -274,7 +279,7 @@ class DomainScheduler:
             return None
         groups = []
         for number in numbers[:count]:
-            live = self._finished.pop(number)
+            live = self._taken[number] = self._finished.pop(number)
             assert live.group is not None
             groups.append(live.group)
             self._enter(live, DELIVERED, None, live.group)
@@ -303,7 +308,7 @@ class DomainScheduler:
             self.owed += 1
             cause = UNFINISHED if live.group is None else SURPLUS
             self._recorder.domains[self.name].stale_by_cause[cause] += 1
-            self._enter(live, STALE, cause)
+            self._enter(live, STALE, cause, live.group)
 
     def cancel(self) -> None:
         for live in self._running.values():
@@ -327,16 +332,23 @@ class DomainScheduler:
         return [*self._running.values(), *self._finished.values()]
 
     def take_ledger(self) -> list[dict[str, Any]]:
+        """Return the lines since the last batch, as the next one is handed out."""
+        self._delivered, self._taken = self._taken, {}
         lines, self._ledger = self._ledger, []
         return lines
 
-    def ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
-        return [*self._ledger, *(self._line(one, DROPPED, cause) for one in self._groups)]
+    def ledger_if_dropped(self, cause: str, undo: bool) -> list[dict[str, Any]]:
+        lost = [line for line in self._ledger if line["end"] != DELIVERED]
+        return [*lost, *(self._line(one, DROPPED, cause) for one in self._undelivered(undo))]
+
+    def _undelivered(self, undo: bool) -> list[_Live]:
+        """Return all groups that no batch has. `undo`: also those of the last batch."""
+        return [*self._groups, *self._taken.values(), *(self._delivered.values() if undo else ())]
 
     # ------------------------------------------------------------ checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        live = [(one.row, one.number, one.batches_requested) for one in sorted(self._groups, key=lambda live: live.number)]
+    def state_dict(self, undo: bool) -> dict[str, Any]:
+        live = [(one.row, one.number, one.batches_requested) for one in sorted(self._undelivered(undo), key=lambda live: live.number)]
         put_back = [(one.row, one.group, one.batches_requested) for one in self._put_back]
         unfinished = [{"row": row, "group": group, "asked": requested} for row, group, requested in [*live, *put_back]]
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
@@ -351,13 +363,10 @@ class DomainScheduler:
             epoch, index = one["row"]
             self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], samples))
 
-    def current(self, number: int) -> int:
-        """Return the number of the group that continues group `number` of the resumed checkpoint; `number` itself if none does."""
-        return self._taken_up.get(number, number)
-
     def reached(self, number: int) -> dict[int, Unfinished]:
         """Return what a checkpoint stores of the undelivered group `number`: {index of a sample in the group: its state}."""
-        live = self._running.get(self.current(number)) or self._finished.get(self.current(number))
+        groups = ChainMap(self._running, self._finished, self._taken, self._delivered)
+        live = groups.get(self._taken_up.get(number, number))
         if live is None:
             waiting = [one.saved for one in self._put_back if one.group == number]
             return {index: Unfinished(sample) for saved in waiting for index, sample in saved.items()}

@@ -7,7 +7,8 @@ from typing import Any
 
 from roll_lite.data.samples import SampleGroup, SampleOutcome, Sampling
 from roll_lite.scheduler.admission import Admission
-from roll_lite.scheduler.domain import DataExhausted, Domain, DomainScheduler, complete
+from roll_lite.scheduler.domain import DataExhausted, Domain, DomainScheduler
+from roll_lite.scheduler.ledger import DELIVERED
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import SampleRunner, no_seeds, seeds_from
 from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats, RunTotals
@@ -46,7 +47,8 @@ class RolloutService:
         self._supply = pacing.supply
         self._pacing = pacing
         self._left_out: list[SampleGroup] = []
-        self._handed_out: list[SampleGroup] = []
+        self._before: dict[str, Any] = {}
+        """Counts and ledger lines before the last batch requested."""
         self._ledger: list[dict[str, Any]] = []
         """Ledger lines from a resumed checkpoint, returned with the first batch."""
         self._keep_left_out = keep_left_out
@@ -124,7 +126,7 @@ class RolloutService:
         """Wait for a batch of `prompts` groups, divided by the domains' shares; smaller if filter tries or prompts run out."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
-        admission = self._admission
+        admission, self._before = self._admission, self._counts()
         assert admission.plan.size in (0, prompts), f"a batch of {prompts} prompts after batches of {admission.plan.size}"
         admission.batches_requested += 1
         admission.plan.size = prompts
@@ -149,13 +151,12 @@ class RolloutService:
         stats = self._recorder.finish(self._time(), self._version)
         await self._go_on()
         self._tell_mix(stats, quota)
-        self._handed_out = groups if self._supply.max_staleness else []
         left_out, self._left_out = self._left_out, []
         return RolloutResult(groups, stats, left_out, self._take_ledger(stats, quota))
 
     def _take_ledger(self, stats: RolloutStats, quota: dict[str, int]) -> list[dict[str, Any]]:
-        lines, self._ledger = self._ledger, []
-        lines += [line for scheduler in self._schedulers.values() for line in scheduler.take_ledger()]
+        lines = [*self._ledger, *(line for scheduler in self._schedulers.values() for line in scheduler.take_ledger())]
+        self._ledger, self._before["ledger"] = [], [line for line in lines if line["end"] != DELIVERED]
         shares = self._admission.plan.shares
         return [*lines, {"event": "batch", "version": stats.version, "wanted": quota, "shares": shares, **self._watermark()}]
 
@@ -164,10 +165,10 @@ class RolloutService:
 
     def last_ledger(self) -> list[dict[str, Any]]:
         """Return the ledger's remaining lines, a `dropped` line for each undelivered group, and an `end` line."""
-        return [*self._ledger_if_dropped("the run ended"), {"event": "end", "admitted": self._next_group, "open": []}]
+        return [*self._ledger, *self._ledger_if_dropped("the run ended"), {"event": "end", "admitted": self._next_group, "open": []}]
 
-    def _ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
-        return [*self._ledger, *(line for scheduler in self._schedulers.values() for line in scheduler.ledger_if_dropped(cause))]
+    def _ledger_if_dropped(self, cause: str, undo: bool = False) -> list[dict[str, Any]]:
+        return [line for scheduler in self._schedulers.values() for line in scheduler.ledger_if_dropped(cause, undo)]
 
     def _tell_mix(self, stats: RolloutStats, quota: dict[str, int]) -> None:
         self._totals.add(stats)
@@ -260,24 +261,28 @@ class RolloutService:
         for scheduler in self._schedulers.values():
             scheduler.cancel()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+        """Return the state after `batches` batches (all handed out, or one less), with all groups admitted since as undelivered."""
+        batches = self._admission.handed_out if batches is None else batches
+        undo = batches < self._admission.handed_out
+        counts = self._before if batches < self._admission.batches_requested else self._counts()
         return {
-            **self._admission.state_dict(),
+            **counts,
             "next_group": self._next_group,
-            **self._totals.state_dict(),
-            "ledger": self._ledger_if_dropped("in flight at the checkpoint"),
-            "domains": {name: scheduler.state_dict() for name, scheduler in self._schedulers.items()},
+            "ledger": [*counts["ledger"], *self._ledger_if_dropped("in flight at the checkpoint", undo)],
+            "domains": {name: scheduler.state_dict(undo) for name, scheduler in self._schedulers.items()},
         }
+
+    def _counts(self) -> dict[str, Any]:
+        return {**self._admission.state_dict(), **self._totals.state_dict(), "ledger": self._ledger}
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
         """Return {group number: {index: state}} of the samples undelivered in `state` (an earlier `state_dict`), with current tokens and
         scores."""
-        handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():
             for number in (one["group"] for one in domain["unfinished"] if one["group"] is not None):
-                scheduler = self._schedulers[name]
-                samples = handed_out.get(scheduler.current(number)) or scheduler.reached(number)
+                samples = self._schedulers[name].reached(number)
                 done = sum(one.sample.outcome is not None for one in samples.values())
                 if samples and (self._router.gate is None or done == self._domains[name].group_size):
                     found[number] = samples

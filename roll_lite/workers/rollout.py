@@ -372,10 +372,13 @@ class RolloutWorker(AsyncWorker):
     async def state_dict(self) -> dict[str, Any]:
         return self._service.state_dict()
 
-    async def unfinished(self, state: dict[str, Any]) -> bytes:
-        """Return a checkpoint file's content with the samples unfinished in `state`, or b""."""
+    async def unfinished(self, state: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Return the state after the last batch of `state`, with groups admitted since, and a checkpoint file's content with its unfinished
+        samples, or b"". A deterministic run returns `state`: groups admitted since must start together again."""
+        if not self._config.deterministic:
+            state = self._service.state_dict(state["batches"])
         found = self._service.unfinished(state)
-        return await asyncio.to_thread(to_file, found, self._columns, stored_blocks)
+        return state, await asyncio.to_thread(to_file, found, self._columns, stored_blocks)
 
     async def load_state_dict(self, state: dict[str, Any], unfinished: bytes = b"") -> int:
         """Restore a state. `unfinished`: checkpoint file content with the unfinished samples. Return how many continue."""

@@ -20,6 +20,7 @@ from tests.chaos.test_engine_restarts import wait_until
 from tests.chaos.test_training_ranks import SETTINGS, restarts
 from tests.integration.test_runs import Run, until_gone, worker
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -77,6 +78,8 @@ def test_a_run_goes_on_in_an_empty_folder_like_one_that_was_never_interrupted(tm
         wait_until(run, lambda: restarts(run) == 1)
         code, output = run.finish(400)
     assert code == 0 and "resumed after step 3 from " + store in output, output
+    audit = subprocess.run([sys.executable, "examples/audit.py", run.folder], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert audit.returncode == 0 and "goes on from step 3 in another folder" in audit.stdout, audit.stdout
     assert (run.folder / "model/model.safetensors").read_bytes() == (quiet.folder / "model/model.safetensors").read_bytes()
     kept = ("step", "reward/score", "actor/grad_norm", "actor/loss")
     ours, theirs = ([[line.get(one) for one in kept] for line in each.metrics() if line["step"] > 3] for each in (run, quiet))

@@ -81,16 +81,37 @@ def service_of(state: dict[str, Any] | None) -> tuple[Any, Any]:
     return service, engines[0]
 
 
+async def update(service: Any, engine: Any, version: int) -> None:
+    await service.hold()
+    await engine.begin_weight_update([])
+    await engine.receive_bucket([])
+    await engine.finish_weight_update(version)
+    service.set_version(version)
+
+
+async def preempted(lines: list[Line], reached: int, state: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+    """State after step `reached` of a run that is ended so many seconds into the next step; the lines are added to."""
+    service, engine = service_of(state)
+    for step in range((state["batches"] if state else 0) + 1, reached + 2):
+        await update(service, engine, step - 1)
+        waiting = asyncio.create_task(service.next_batch(6))
+        await asyncio.wait([waiting], timeout=seconds if step > reached else None)
+        if waiting.done():
+            lines += [json.loads(line) for line in ledger_text(waiting.result().ledger, step).splitlines()]
+        if step <= reached:
+            lines += trained(lines, step)
+    kept: dict[str, Any] = json.loads(json.dumps(service.state_dict(reached)))
+    waiting.cancel()
+    service.close()
+    return kept
+
+
 async def run_to(steps: int, lines: list[Line], first: int = 1, state: dict[str, Any] | None = None) -> dict[str, Any]:
     """State at the checkpoint; the lines are added to."""
     service, engine = service_of(state)
     kept: dict[str, Any] = {}
     for step in range(first, steps + 1):
-        await service.hold()
-        await engine.begin_weight_update([])
-        await engine.receive_bucket([])
-        await engine.finish_weight_update(step - 1)
-        service.set_version(step - 1)
+        await update(service, engine, step - 1)
         text = ledger_text((await service.next_batch(6)).ledger, step)
         lines += [json.loads(line) for line in text.splitlines()]
         lines += trained(lines, step)
@@ -161,6 +182,21 @@ def test_a_run_may_go_on_in_its_own_folder(resumed: tuple[list[Line], list[Line]
     assert code == 0, output
 
 
+def test_a_run_that_is_preempted_in_the_middle_of_steps_adds_up(tmp_path: Path) -> None:
+    """Twice in one step, and with a batch that was handed out and not trained."""
+    lines, state = list[Line](), None
+    for reached, seconds in ((1, 0.1), (1, 0.2), (3, 0.05), (4, 100.0), (4, 0.01)):
+        own = [start_line(".", state["batches"]) if state else start_line(None, 0)]
+        state = run_virtual(preempted(own, reached, state, seconds))
+        lines += own
+        assert state["batches"] == reached
+    last = [start_line(".", 4)]
+    run_virtual(run_to(STEPS, last, 5, state))
+    write(tmp_path, [*lines, *last])
+    code, output = audit(tmp_path)
+    assert code == 0 and f"steps: {STEPS};" in output and "in flight at the checkpoint" in output, output
+
+
 def test_lines_that_a_checkpoint_did_not_keep_are_missed(resumed: tuple[list[Line], list[Line]], tmp_path: Path) -> None:
     first, second = resumed
     write(tmp_path / "first", first)
@@ -173,6 +209,33 @@ def test_a_run_after_one_without_a_ledger_is_audited_alone(resumed: tuple[list[L
     write(tmp_path / "second", resumed[1])
     code, output = audit(tmp_path / "second")
     assert code == 0 and "has no ledger: what it did before step 3 is not audited" in output
+
+
+def test_a_run_from_a_store_in_a_new_folder_is_audited_alone(resumed: tuple[list[Line], list[Line]], tmp_path: Path) -> None:
+    own = {**resumed[1][0], "resumed_from": "."}
+    write(tmp_path, [own, *resumed[1][1:]])
+    code, output = audit(tmp_path)
+    assert code == 0 and f"goes on from step {CHECKPOINT} in another folder: what was done before is not audited" in output, output
+
+
+@pytest.mark.parametrize("end", ["dropped", "stale"])
+def test_a_prompt_that_was_put_back_starts_before_new_ones(resumed: tuple[list[Line], list[Line]], tmp_path: Path, end: str) -> None:
+    first, second = json.loads(json.dumps(resumed))
+    if end == "dropped":  # in flight at the checkpoint
+        again = next(line for line in second if "continues" in line)
+        lost = again.pop("continues")
+    else:
+        again = one(second, "group", end="delivered", step=STEPS)
+        lost = one(second, "group", end="delivered", step=CHECKPOINT + 1, domain=again["domain"])["group"]
+        put_back = one(second, "group", group=lost)
+        for name in ("step", "turns", "scores"):
+            del put_back[name]
+        put_back |= {"end": "stale", "cause": "surplus"}
+    again["prompt"] = 99
+    write(tmp_path / "first", first)
+    write(tmp_path / "second", second)
+    code, output = audit(tmp_path / "second")
+    assert code == 1 and f"was lost without a cause: group {lost} was {end}, and group" in output, output
 
 
 def one(lines: list[Line], event: str, **facts: Any) -> Line:

@@ -1,8 +1,10 @@
+import errno
 import json
 import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +70,19 @@ def test_one_driver_writes_to_a_folder_until_it_dies(tmp_path: Path) -> None:
         other.kill()
     with locked(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_used_without(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise OSError(number, "not here")
+
+    monkeypatch.setattr("fcntl.flock", refuses)
+    with locked(tmp_path):
+        pass
+    assert f"{tmp_path} cannot be locked ([Errno {number}] not here): a second driver is not noticed" in caplog.text
 
 
 def test_an_earlier_configuration_is_kept_if_it_differs(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -129,13 +130,24 @@ def test_tensorboard_forgets_steps_that_a_run_repeats(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for repeats_from, steps in ((None, (1, 2, 3)), (3, (3, 4))):
-        (tracker,) = build_trackers([TrackerConfig(name="tensorboard")], TrackedRun(tmp_path, repeats_from=repeats_from))
+        (tracker,) = build_trackers([TrackerConfig(name="tensorboard")], TrackedRun(tmp_path))
+        if repeats_from is not None:
+            tracker.repeat(repeats_from)
         for step in steps:
             tracker.log(step, {"actor/lr": step + (0.5 if repeats_from else 0.0)})
         tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("actor/lr")] == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5)]
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_users_own_id_comes_before_that_of_the_resumed_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = MagicMock()
+    monkeypatch.setitem(sys.modules, name, service)
+    for args, expected in (({"id": "mine"}, "mine"), ({}, "its parent's")):
+        (tracker,) = build_trackers([TrackerConfig(name=name, args=args)], TrackedRun(tmp_path), {name: "its parent's"})
+        assert tracker.run_id == expected == service.init.call_args.kwargs["id"]
 
 
 def test_the_configured_trackers_are_built(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import record
 from roll_lite.pipeline.checkpoint_files import (
     SCHEMA_VERSION,
+    check_resumption,
     check_sums,
     finished_checkpoints,
     read_list,
@@ -61,6 +62,16 @@ def test_auto_is_the_newest_good_checkpoint_of_the_experiment(tmp_path: Path, mo
     assert "step_000004/actor_train/weights is missing. The checkpoint is damaged; an older one is looked for" in note
     shutil.rmtree(newer)
     assert settled(config_of(tmp_path))[0].checkpoint.source == older, "of the run before"
+
+
+def test_auto_does_not_start_afresh_beside_a_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config, damaged = config_of(tmp_path), checkpoint(tmp_path / "demo" / "2026-01-01_00-00-00", 2)
+    (damaged / "actor_train" / "weights").unlink()
+    for _ in range(2):
+        (problem,) = check_resumption(config)
+        assert problem.path == "checkpoint.resume" and "step_000002/actor_train/weights is missing" in problem.message
+        assert "there is no earlier one beside it" in problem.message
 
 
 def test_the_newest_of_a_run_or_a_checkpoint_itself(tmp_path: Path) -> None:

@@ -252,6 +252,24 @@ def test_damage_is_told_by_file_and_the_one_before_is_taken(config: RunConfig, m
     assert "step_000002 in" in resumption(remote_folder(home)).notes[0]
 
 
+def test_samples_under_way_are_renewed_in_the_store(config: RunConfig, models: Any, tmp_path: Path) -> None:
+    found = list[Any]()
+    source: Any = SimpleNamespace(load_state_dict=lambda state, unfinished: found.append((state, unfinished)))
+    save(Checkpoints(config, run_folder(tmp_path)), models, 2)
+    for content in (b"", b"few", b"more"):
+        auto = settled(of(tmp_path, "checkpoint.resume=auto"))[0]
+        checkpoints = Checkpoints(auto, run_folder(tmp_path))
+        checkpoints.load(models, source)
+        Flaky.written.clear()
+        checkpoints.save(models, {"prompts": len(content)}, {"steps_done": 2}, content)
+        assert Flaky.written == [] or [name.partition("-")[0] for name in Flaky.written] == ["state", "unfinished", "files.json"]
+        shutil.rmtree(tmp_path / "runs")
+        shutil.rmtree(tmp_path / "other_node")
+    assert found == [(ROLLOUTS, b""), (ROLLOUTS, b""), ({"prompts": 3}, b"few")]
+    listed = json.loads((tmp_path / "store/demo" / RUN / "checkpoints/step_000002/files.json").read_text())
+    assert {"state-2.json", "unfinished-2.parquet"} <= listed.keys() and "state-1.json" not in listed
+
+
 def test_auto_never_takes_an_outage_for_an_empty_store(config: RunConfig, models: Any, tmp_path: Path) -> None:
     auto = of(tmp_path, "checkpoint.resume=auto")
     assert settled(auto)[0].checkpoint.source is None, "there is none yet"

@@ -17,6 +17,7 @@ from roll_lite.config.schema.models import EmaConfig, ReferenceRoleConfig, Refre
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.failures import RankFailed
 from roll_lite.files import FileRecord, record
+from roll_lite.pipeline import checkpoint as checkpoint_module
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints, expect_files
 from roll_lite.pipeline.checkpoint_files import DamagedCheckpoint, finished_checkpoints, known_tracker_ids, resumption
@@ -338,12 +339,85 @@ def test_a_flipped_byte_is_noticed_before_anything_is_loaded(config: RunConfig, 
 
 @pytest.mark.parametrize("left", [True, False])
 def test_a_run_that_goes_on_in_its_folder_passes_a_damaged_one_over(config: RunConfig, tmp_path: Path, left: bool) -> None:
+    """Without an earlier one it ends, and so does the next start: it does not start afresh unasked."""
     for step in (1, 2) if left else (2,):
         folder = Checkpoints(config, tmp_path).save(parts("actor_train"), ROLLOUTS, {"steps_done": step})
     (folder / "actor_train" / "weights").write_bytes(b"other weights.."[: (folder / "actor_train" / "weights").stat().st_size])
-    with nullcontext() if left else pytest.raises(ValueError, match="no run with finished checkpoints"):
-        assert Checkpoints(resuming(config, folder), tmp_path).load(parts("actor_train"), SOURCE) == {"steps_done": 1}
-    assert (folder / "state.json.damaged").exists() and len(finished_checkpoints(tmp_path)) == left
+    for _ in range(1 if left else 2):
+        checkpoints = Checkpoints(resuming(config, folder), tmp_path)
+        with nullcontext() if left else pytest.raises(ValueError, match="weights has changed since .*there is no earlier one beside it"):
+            assert checkpoints.load(parts("actor_train"), SOURCE) == {"steps_done": 1}
+    assert (folder / "state.json.damaged").exists() == left and len(finished_checkpoints(tmp_path)) == 1
+    if left:
+        assert checkpoints.newest is not None and checkpoints.newest.name == "step_000001", "it is named in the journal"
+
+
+def given_to(source: list[Any]) -> Any:
+    return SimpleNamespace(load_state_dict=lambda state, unfinished: source.append((state, unfinished)))
+
+
+def test_samples_under_way_are_renewed_in_a_checkpoint_of_the_same_step(config: RunConfig, tmp_path: Path) -> None:
+    """A run may be preempted time and again within one step."""
+    roles, found = parts("actor_train"), list[Any]()
+    folder = Checkpoints(config, tmp_path).save(roles, {"prompts": 3}, {"steps_done": 2}, b"few")
+    for number in (1, 2, 3):
+        checkpoints = Checkpoints(resuming(config, folder), tmp_path)
+        checkpoints.load(roles, given_to(found))
+        written = (folder / "actor_train/weights").stat().st_mtime_ns
+        assert checkpoints.save(roles, {"prompts": 3 + number}, {"steps_done": 2, "validation": number}, b"more" * number) == folder
+        assert (folder / "actor_train/weights").stat().st_mtime_ns == written
+        newest = {f"state-{2 - number % 2}.json", f"unfinished-{2 - number % 2}.parquet"}
+        assert json.loads((folder / "files.json").read_text()).keys() == {"actor_train/weights", "state.json", *newest}
+    assert Checkpoints(resuming(config, folder), tmp_path).load(roles, given_to(found)) == {"steps_done": 2, "validation": 3}
+    assert found == [({"prompts": 3 + number}, b"more" * number or b"few") for number in range(4)]
+    (folder / "unfinished-1.parquet").write_bytes(b"lessmoremore")
+    with pytest.raises(ValueError, match="unfinished-.*has changed since it was written"):
+        Checkpoints(resuming(config, folder), tmp_path).load(roles, given_to(found))
+
+
+@pytest.mark.parametrize("calls", range(4))
+def test_a_kill_as_samples_are_renewed_leaves_the_checkpoint_as_it_was(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    checkpoints, roles, left = Checkpoints(config, tmp_path), parts("actor_train"), [calls]
+    folder = checkpoints.save(roles, ROLLOUTS, {"steps_done": 2}, b"few")
+
+    def killed(real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        return call
+
+    monkeypatch.setattr("roll_lite.pipeline.checkpoint.record", killed(record))
+    for name in ("flush", "write_list"):
+        monkeypatch.setattr(f"roll_lite.pipeline.checkpoint.{name}", killed(getattr(checkpoint_module, name)))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(roles, {"prompts": 4}, {"steps_done": 2}, b"more")
+    monkeypatch.undo()
+    monkeypatch.chdir(ROOT)
+    found = list[Any]()
+    Checkpoints(resuming(config, folder), tmp_path).load(roles, given_to(found))
+    assert found == [(ROLLOUTS, b"few")]
+
+
+def test_a_checkpoint_of_another_run_stays_as_it_is(config: RunConfig, tmp_path: Path) -> None:
+    roles = parts("actor_train")
+    theirs = Checkpoints(config, tmp_path / "other").save(roles, ROLLOUTS, {"steps_done": 2}, b"few")
+    before = {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()}
+    checkpoints = Checkpoints(resuming(config, theirs), tmp_path / "own")
+    checkpoints.load(roles, given_to([]))
+    assert checkpoints.save(roles, ROLLOUTS, {"steps_done": 2}, b"more").parent.parent == tmp_path / "own"
+    assert {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()} == before
+
+
+def test_a_resumed_run_removes_what_a_killed_save_left(config: RunConfig, tmp_path: Path) -> None:
+    folder = Checkpoints(config, tmp_path).save(parts("actor_train"), ROLLOUTS, {"steps_done": 2})
+    (left := tmp_path / "checkpoints/step_000003.partial/actor_train").mkdir(parents=True)
+    Checkpoints(resuming(config, folder), tmp_path).load(parts("actor_train"), SOURCE)
+    assert not left.parent.exists()
 
 
 class Copying(Ranks):

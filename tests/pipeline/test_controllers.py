@@ -100,7 +100,7 @@ def test_mistake_11_controllers_and_moments_go_through_the_checkpoint(config: Ru
     first.kl_in_reward.coef, first.kl_in_loss.coef = 0.25, 0.75
     first.shaping.load_state_dict({"running": {"count": 9, "mean": 0.3, "squares": 2.0}})
     saved = first.state_dict()
-    second = pipeline(config, checkpoints=SimpleNamespace(load=lambda clusters, source: saved, continues_in_folder=False))
+    second = pipeline(config, checkpoints=SimpleNamespace(load=lambda clusters, source: saved, continues_in_folder=False, newest=None))
     second.resume()
     assert second.steps_done == 7
     assert (second.kl_in_reward.coef, second.kl_in_loss.coef) == (0.25, 0.75)

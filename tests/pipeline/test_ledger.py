@@ -107,7 +107,8 @@ def test_stale_groups_have_their_cause_and_their_prompts_come_again() -> None:
 
     groups = [line for line in run_virtual(main()) if line["event"] == "group"]
     stale = [line for line in groups if line["end"] == "stale"]
-    assert stale and {line["cause"] for line in stale} <= {"surplus", "unfinished"} and "turns" not in stale[0]
+    assert stale and {line["cause"] for line in stale} <= {"surplus", "unfinished"}
+    assert all(("turns" in line) == (line["cause"] == "surplus") for line in stale), "a complete group has its turns and scores"
     assert sum(line["prompt"] == stale[0]["prompt"] for line in groups) == 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 
 from roll_lite.config.loading import load_config
 from roll_lite.data.proto import DataProto, object_column
+from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.clusters import Models
 from roll_lite.pipeline.journal import Journal
@@ -117,6 +119,7 @@ def pipeline_of(folder: Path, source: Source, monkeypatch: pytest.MonkeyPatch, *
         finish_if_written=lambda: None,
         finish=lambda: None,
         continues_in_folder=False,
+        newest=None,
     )
     pipeline = RLVRPipeline(config, Models(None), source, journal, checkpoints, BatchFiles(config, folder))  # type: ignore[arg-type]
     monkeypatch.setattr(pipeline.agreement, "check", lambda *_: None)
@@ -210,6 +213,60 @@ def test_a_resumed_run_begins_with_one_whatever_was_under_way_when_it_broke_off(
     pipeline.run()
     assert source.story == ["weights 3", "begin 3", "step 4", "end 3", "weights 4", "begin 4", "end 4"]
     assert told(tmp_path) == [(3, 3, 3), (4, 4, 4)]
+
+
+@pytest.mark.parametrize(("pending", "story"), [(2, ["weights 3", "begin 2", "step 4", "end 2"]), (None, ["weights 3", "step 4"])])
+def test_one_that_was_under_way_at_the_checkpoint_begins_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    pending: int | None,
+    story: list[str],
+) -> None:
+    source = Source(looks=100)
+    pipeline = pipeline_of(tmp_path, source, monkeypatch, ASYNC)
+    state = {**pipeline.state_dict(), "steps_done": 3, "version": 3, "validation": pending}
+    monkeypatch.setattr(pipeline.checkpoints, "load", lambda *_: state)
+    monkeypatch.setattr(pipeline.checkpoints, "continues_in_folder", True)
+    pipeline.run()
+    assert source.story[: len(story)] == story
+    assert told(tmp_path)[:-1] == ([(2, 3, 3)] if pending else [])
+    assert ("the validation of step 2 was under way at the checkpoint, and starts again" in capsys.readouterr().out) == ("begin 2" in story)
+
+
+def test_a_checkpoint_knows_the_one_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = pipeline_of(tmp_path, Source(looks=1), monkeypatch, ASYNC)
+    pipeline.validate()
+    assert pipeline.state_dict()["validation"] == 0
+    pipeline.look_at_validation()
+    pipeline.look_at_validation()
+    assert pipeline.state_dict()["validation"] is None
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_preempted_run_saves_its_last_step_with_what_is_under_way_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collects: bool
+) -> None:
+    source, saved = Source(looks=100), list[Any]()
+    pipeline = pipeline_of(tmp_path, source, monkeypatch, ASYNC)
+    pipeline.recovery.reached = {"steps_done": 3, "validation": None}
+    pipeline.recovery.source_state = {"batches": 3, "groups": "old"}
+
+    def unfinished(state: dict[str, Any], within_s: float) -> tuple[dict[str, Any], bytes]:
+        assert state == {"batches": 3, "groups": "old"} and within_s > 1
+        if not collects:
+            raise TimeoutError
+        return {**state, "groups": "new"}, b"samples"
+
+    for name, call in {"unfinished": unfinished, "abandon": lambda: None}.items():
+        monkeypatch.setattr(source, name, call, raising=False)
+    for name, call in {"save": lambda *given: saved.append(given[1:]), "upload_last": lambda _: None}.items():
+        monkeypatch.setattr(pipeline.checkpoints, name, call, raising=False)
+    pipeline.begin_validation(2)
+    monkeypatch.setattr(WATCHDOG, "preempted_at", time.monotonic())
+    pipeline.save_before_the_end()
+    rollouts = {"batches": 3, "groups": "new" if collects else "old"}
+    assert saved == [(rollouts, {"steps_done": 3, "validation": 2}, b"samples" if collects else b"")]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from roll_lite.data.samples import (
 )
 from roll_lite.scheduler.runner import Conversation, Episode
 from roll_lite.scheduler.service import RolloutResult, RolloutService
-from roll_lite.scheduler.supply import Asynchronous
+from roll_lite.scheduler.supply import Asynchronous, Supply, Synchronous
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, SavedTurn, Unfinished
 from roll_lite.simulator.clock import run_virtual
 from roll_lite.workers.token_blocks import KEPT_IDS, TokenRecord, token_block
@@ -41,6 +41,7 @@ from roll_lite.workers.unfinished import from_file, to_file
 
 PROMPT, SHORT, LONG = 4, 5, 60
 FIRST_BATCH_S = 40
+ASYNCHRONOUS = Asynchronous(1)
 Resumed = tuple[RolloutResult, list[GenerationRequest], int]
 
 
@@ -50,9 +51,9 @@ def script(request: GenerationRequest) -> Response:
     return Response(SHORT if index == "0" else FIRST_BATCH_S if group in "01" else LONG, 1.0)
 
 
-def make(reward_s: float = 0.0, **how: Any) -> tuple[RolloutService, ScriptedEngine, TimedReward]:
+def make(reward_s: float = 0.0, supply: Supply = ASYNCHRONOUS, **how: Any) -> tuple[RolloutService, ScriptedEngine, TimedReward]:
     rewards = TimedReward(reward_s)
-    service, _, engines = make_service([make_domain("a", samples=2, rewards=rewards)], [script], supply=Asynchronous(1), batches=9, **how)
+    service, _, engines = make_service([make_domain("a", samples=2, rewards=rewards)], [script], supply=supply, batches=9, **how)
     return service, engines[0], rewards
 
 
@@ -197,6 +198,93 @@ def test_samples_are_saved_again_before_and_after_their_group_is_taken_up() -> N
     lengths = [[one[2][1].transcript.response_length for one in (saved, at_once, under_way, handed_out)]][0]
     assert lengths == sorted(lengths) and lengths[0] == lengths[1] < lengths[2] < lengths[3] == LONG
     assert record(under_way[2][1]).ids[: PROMPT + lengths[0]].tolist() == record(saved[2][1]).ids.tolist()
+
+
+SUPPLIES = pytest.mark.parametrize(("supply", "admitted"), [(Synchronous(), [2, 3]), (ASYNCHRONOUS, [2, 3, 4, 5])])
+
+
+@SUPPLIES
+def test_what_was_admitted_since_the_last_step_continues_however_often_its_run_is_preempted(supply: Supply, admitted: list[int]) -> None:
+    def preempted(state: dict[str, Any] | None, saved: SavedGroups, seconds: float) -> tuple[dict[str, Any], SavedGroups]:
+        async def main() -> tuple[dict[str, Any], SavedGroups]:
+            service, _, _ = make(supply=supply)
+            if state is None:
+                await service.next_batch(2)
+            else:
+                service.load_state_dict(state, saved)
+            waiting = asyncio.create_task(service.next_batch(2))
+            await asyncio.sleep(seconds)
+            reached = json.loads(json.dumps(service.state_dict(1)))
+            found = saved_by(service, reached)
+            waiting.cancel()
+            service.close()
+            return reached, found
+
+        return run_virtual(main())
+
+    first, saved = preempted(None, {}, 20.0)
+    assert first["batches"] == 1 and numbers_in(first) == sorted(saved) == admitted
+    second, again = preempted(first, saved, 10.0)
+    assert second["batches"] == 1 and second["mix"] == first["mix"]
+    assert second["domains"]["a"]["order"] == first["domains"]["a"]["order"], "nothing new was started"
+    rows = [one["row"] for one in first["domains"]["a"]["unfinished"]]
+    assert [one["row"] for one in second["domains"]["a"]["unfinished"]] == rows
+    before, after = saved[admitted[0]][1].transcript, again[numbers_in(second)[0]][1].transcript
+    assert after.response_length > before.response_length > 0
+    result, asked, _ = resumed(second, again, supply=supply)
+    assert sorted(group.samples[0].id.prompt_uid for group in result.groups) == sorted(row[1] for row in rows[:2])
+    own = {group.samples[0].id.prompt_uid for group in result.groups}
+    assert all(request.resumed_tokens for request in asked if int(request.request_id.split("/")[1]) in own)
+
+
+@SUPPLIES
+def test_a_batch_whose_step_is_not_complete_is_not_generated_again(supply: Supply, admitted: list[int]) -> None:
+    async def main() -> tuple[RolloutResult, dict[str, Any], SavedGroups]:
+        service, _, _ = make(supply=supply)
+        await service.next_batch(2)
+        second = await service.next_batch(2)
+        await asyncio.sleep(10.0)
+        state = json.loads(json.dumps(service.state_dict(1)))
+        return second, state, saved_by(service, state)
+
+    second, state, saved = run_virtual(main())
+    assert state["batches"] == 1 and numbers_in(state)[:4] == admitted and sorted(saved)[:2] == admitted[:2]
+    assert not any(line["end"] == "delivered" for line in state["ledger"])
+    assert {line["group"] for line in state["ledger"]} == set(range(2, state["next_group"]))
+    result, asked, _ = resumed(state, saved, supply=supply)
+    uids = [group.samples[0].id.prompt_uid for group in second.groups]
+    assert [group.samples[0].id.prompt_uid for group in result.groups] == uids
+    assert not any(int(request.request_id.split("/")[1]) in uids for request in asked)
+    assert [tokens_of(one) for group in result.groups for one in group.samples] == [
+        tokens_of(one) for group in second.groups for one in group.samples
+    ]
+
+
+def test_groups_of_one_domain_are_kept_while_the_batch_waits_for_another() -> None:
+    def both() -> RolloutService:
+        def slow(request: GenerationRequest) -> Response:
+            return Response(SHORT if request.request_id.startswith("a/") else LONG, 1.0)
+
+        return make_service([make_domain("a", 0, samples=2), make_domain("b", 1, samples=2)], [slow], batches=9)[0]
+
+    async def main() -> tuple[dict[str, Any], SavedGroups]:
+        service = both()
+        waiting = asyncio.create_task(service.next_batch(2))
+        await asyncio.sleep(20.0)
+        state = json.loads(json.dumps(service.state_dict()))
+        waiting.cancel()
+        return state, saved_by(service, state)
+
+    state, saved = run_virtual(main())
+    assert sorted(saved) == [0, 1] and [(line["end"], "turns" in line) for line in state["ledger"]] == [("dropped", False)] * 2
+
+    async def go_on() -> RolloutResult:
+        service = both()
+        service.load_state_dict(state, saved)
+        return await service.next_batch(2)
+
+    lines = [line for line in run_virtual(go_on()).ledger if line.get("end") == "delivered"]
+    assert sorted(line["continues"] for line in lines) == [0, 1]
 
 
 TURNS, TURN, OBSERVED = 4, 15, (90, 91)
