@@ -193,10 +193,10 @@ class Checkpoints:
         else:
             self.newest = running.folder.with_suffix("")
             self._remove_old()
-            size, free = sum(one.bytes for one in read_list(self._newest).values()), free_bytes(self._newest)
+            size, free = sum(one.bytes for one in read_list(self.newest).values()), free_bytes(self.newest)
             if free < size and self.newest_step < self._config.steps:
                 logger.warning(
-                    "the next checkpoint will not fit: %s takes %d MB, %d MB are free", self._newest, size // 10**6, free // 10**6
+                    "the next checkpoint will not fit: %s takes %d MB, %d MB are free", self.newest, size // 10**6, free // 10**6
                 )
 
     def _complete(self, running: Unfinished) -> None:
