@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ from typing import Any
 import pytest
 
 from roll_lite.pipeline.checkpoint_files import finished_checkpoints
+from tests.chaos.test_engine_restarts import wait_until
 from tests.chaos.test_training_ranks import DIES_IN_A_CALL, SETTINGS, assert_equal
 from tests.integration.test_lost_in_sync import DIES
 from tests.integration.test_runs import Run, until_gone
 
+ROOT = Path(__file__).resolve().parents[2]
 PREEMPTED = 75
 
 
@@ -58,6 +62,35 @@ def test_a_run_saves_its_state_and_goes_on(
         code, output = run.finish(400)
         assert code == 0, output
         assert_equal(run, quiet)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("supply", ["sync", "async"])
+@pytest.mark.usefixtures("signals_arrive")
+def test_a_run_that_is_preempted_time_and_again_within_one_step_gets_on(tmp_path: Path, supply: str) -> None:
+    """A step takes longer than each of them lives: one sample after the other is generated."""
+    slow = [f"domains.{name}.sampling={{max_tokens: 60, min_tokens: 60}}" for name in ("add", "make", "repeat")]
+    slow += ["deterministic=false", "actor_infer.strategy.max_running_requests=1", "rollout.prompts_per_step=6", "checkpoint.every=1"]
+    settings = ["tiny_grpo", *SETTINGS, *slow, "steps=2", "validation.every=0", f"rollout.supply={supply}", "checkpoint.resume=auto"]
+    continued = []
+    for _ in range(3):
+        with Run(tmp_path, *settings) as run:
+            run.wait_for_step(1)
+            wait_until(run, lambda: (run.folder / "checkpoints/step_000001/files.json").exists())
+            wait_until(run, lambda: not continued or any("resumed after step 1" in line for line in run._output))  # noqa: B023
+            time.sleep(4.0)
+            run.process.send_signal(signal.SIGTERM)
+            code, output = run.finish(60)
+        assert code == PREEMPTED and "SIGTERM: saved the state after step 1" in output, output
+        continued += [0, *map(int, re.findall(r"(\d+) samples that were under way continue", output))][-1:]
+    with Run(tmp_path, *settings) as run:
+        code, output = run.finish(400)
+    assert code == 0, output
+    continued += map(int, re.findall(r"(\d+) samples that were under way continue", output))
+    assert continued[0] == 0 < continued[1] < continued[2] < continued[3], continued
+    audit = subprocess.run([sys.executable, "examples/audit.py", run.folder], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert audit.returncode == 0 and "the ledger adds up" in audit.stdout, audit.stdout
 
 
 @pytest.mark.nightly

@@ -184,6 +184,6 @@ def test_engines_follow_drains_if_they_may_start_again(monkeypatch: pytest.Monke
     built: list[Any] = []
     monkeypatch.setattr(build, "EngineRestarts", lambda *given: built.append(given))
     monkeypatch.setattr(build, "LiveRollouts", lambda *_: None)
-    starter: Any = SimpleNamespace(config=config, engines=lambda: (None, None), reward_models=dict, judges=dict)
+    starter: Any = SimpleNamespace(config=config, engines=lambda: (None, None), reward_models=dict, judges=dict, later_nodes=None)
     Starter.live(starter, None, None, None)  # type: ignore[arg-type]
-    assert built[0][5] is follows
+    assert built[0][6] is follows

@@ -266,6 +266,6 @@ def test_a_checkpoint_from_before_they_were_counted_is_gone_on_from(
     pipeline = run_with(config, tmp_path, [], monkeypatch)
     state = pipeline.state_dict()
     del state["skipped"]
-    pipeline.checkpoints = SimpleNamespace(load=lambda *_: {**state, "steps_done": 2}, newest=None)  # type: ignore[assignment]
+    pipeline.checkpoints = SimpleNamespace(load=lambda *_: {**state, "steps_done": 2}, newest=None, continues_in_folder=False)  # type: ignore[assignment]
     pipeline.resume()
     assert pipeline.steps_done == 2
