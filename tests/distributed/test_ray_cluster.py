@@ -140,6 +140,7 @@ MOVING = """
 import os, time
 import ray
 from cluster_workers import Adder
+from ray.util.placement_group import placement_group_table
 from roll_lite.config.schema.run import PlacementConfig, RayConfig
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.place import on_node
@@ -157,18 +158,25 @@ def of_trainers():
     return [found["CUDA_VISIBLE_DEVICES"] for found in train.all(Adder.environment, ["CUDA_VISIBLE_DEVICES"])]
 
 with ray_session(RayConfig(), None):
-    here = PlacementConfig(nodes=1, devices_per_node=1)
-    jobs = {job.devices[0].gpu: job for job in [Placement({"other": 1}, timeout_s=30, layout=here) for _ in range(3)]}
+    here, jobs, elsewhere = ray.get_runtime_context().get_node_id(), {}, []
+    while len(jobs) < 3:  # Ray chooses the node
+        job = Placement({"other": 1}, timeout_s=30, layout=PlacementConfig(nodes=1, devices_per_node=1))
+        if job.devices[0].node == here:
+            jobs[job.devices[0].gpu] = job
+        else:
+            elsewhere.append(job)
+    for job in elsewhere:
+        job.release()
     place = Placement({"actor_train": 2, "actor_infer": 2}, timeout_s=30)
     train = start_cluster(ClusterSpec("actor_train", place.slots("actor_train")), Adder)
     infer = start_cluster(ClusterSpec("actor_infer", place.slots("actor_infer", devices_per_worker=2)), Engine)
     assert infer.each(Engine.gpus) == {0: of_trainers()}
     (there,) = {device.node for device in place.devices.values()}
-    assert there != ray.get_runtime_context().get_node_id() and sorted(jobs) == ["GPU-a", "GPU-b", "GPU-c"], jobs
+    assert there != here and sorted(jobs) == ["GPU-a", "GPU-b", "GPU-c"], jobs
     for gpu in ("GPU-b", "GPU-c"):
         jobs[gpu].release()
     ray.remote(lambda: os.kill(os.getppid(), 9)).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(there)).remote()
-    while 0 not in infer.lost:
+    while 0 not in infer.lost or there in placement_group_table(place.group)["bundles_to_node_id"].values():
         time.sleep(0.2)
     infer.group.replaceable.add(0)
     infer.group.restart(0)
