@@ -80,7 +80,7 @@ class Watchdog:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspend all open limits in a block that has limits of its own."""
+        """Suspend all open limits while the block runs, which sets its own limits."""
         limits, self._limits = self._limits, []
         started = time.monotonic()
         try:

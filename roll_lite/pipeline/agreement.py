@@ -48,8 +48,8 @@ LEAST_STALE_TOKENS = 200
 """Minimum tokens for a comparison (LEAST_TOKENS) of samples of older weights, in any precision."""
 LASTING_STEPS, SUDDEN = 3, 2.0
 """Samples of older weights also differ by what the policy has learned since: in 2,790 steps of a policy that had collapsed, 14 exceeded the
-limit, up to seven times (0.36 nats), and at most two in a row. So an engine has to exceed it in LASTING_STEPS steps in a row, and in more
-than a single large update reaches, or once by SUDDEN nats."""
+limit, up to seven times (0.36 nats), and at most two in a row. So an engine must exceed it in LASTING_STEPS steps in a row (in more for
+older weights, since one large update shows in several), or reach SUDDEN nats once."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
 """Earlier steps in the median (see FACTOR): the latest MOST_STEPS. Engines are not compared with a median of fewer than LEAST_STEPS steps
 (LEAST_STALE_STEPS for samples of older weights)."""

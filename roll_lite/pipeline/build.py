@@ -196,7 +196,7 @@ class Starter:
         environment = quiet_environment(self.config)
         if any(slot.gpus or slot.own_gpus for slot in slots):
             environment |= gpu_environment(self.config, name, accelerators=self.accelerators)
-        limit, check = self.config.limits.other or None, self.later_nodes.require_same
+        limit, check = self.config.limits.other or None, self.later_nodes.check
         return ClusterSpec(name, slots, threads, environment, self.session.log_folder, limit, check_places=check)
 
     def notes(self) -> list[str]:

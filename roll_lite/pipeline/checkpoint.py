@@ -113,7 +113,10 @@ class Checkpoints:
         files = {STATE_FILE: json.dumps(state, indent=2).encode() + b"\n", UNFINISHED_FILE: unfinished}
         if self.newest is not None and self.newest == self._home / FOLDER / name:
             if unfinished:
-                self._renew(self.newest, files)
+                try:
+                    self._renew(self.newest, files)
+                except (OSError, StoreUnreachable) as error:
+                    logger.warning("%s keeps the state that it has, prompts under way start again: %s", self.newest, error)
             return self.newest
         whole = self._run_folder / FOLDER / name
         folder = whole if self._in_store else whole.with_suffix(".partial")
@@ -140,8 +143,8 @@ class Checkpoints:
         self._running = Unfinished(folder, saved)
 
     def _renew(self, checkpoint: Path, files: Mapping[str, bytes]) -> None:
-        """Replace state and samples in flight of a finished checkpoint by newer ones of the same step. The new files count once files.json,
-        which is replaced atomically, lists them under their own names."""
+        """Replace state and samples in flight of a finished checkpoint by newer ones of the same step. The new files have other names and
+        count once files.json lists them; it is replaced atomically."""
         folder = self._on_nodes(checkpoint)
         wanted = read_list(folder)
         number = 2 if "state-1.json" in wanted else 1

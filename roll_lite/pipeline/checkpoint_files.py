@@ -94,7 +94,7 @@ def resumption(folder: Path) -> Resumption:
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Replace `checkpoint.resume: auto` by the experiment's newest intact checkpoint, or by None. Return the configuration and notes on the
-    choice. If all are damaged, choose the newest, with which no run starts. May raise StoreUnreachable."""
+    choice. If all are damaged, choose the newest; loading it then ends the run with its error. May raise StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):
@@ -185,7 +185,7 @@ def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
     """Return the newest state after verifying its checksum and, unless `sizes` is False, all files' sizes."""
     wanted = read_list(checkpoint)
     check_sizes(checkpoint, wanted if sizes else {})
-    newest = next((name for name in wanted if name.startswith("state-")), STATE_FILE)
+    newest = _state_file(wanted)
     check_sums(checkpoint, wanted, [(newest, record(checkpoint / newest))])
     state = _read_json(checkpoint, newest)
     version = state.get("schema_version") if isinstance(state, dict) else None
@@ -195,6 +195,10 @@ def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
             "go on with the version of roll_lite that wrote it, or start anew (checkpoint.resume=null)"
         )
     return state
+
+
+def _state_file(wanted: Iterable[str]) -> str:
+    return next((name for name in wanted if name.startswith("state-")), STATE_FILE)
 
 
 def check_sizes(checkpoint: Path, wanted: Mapping[str, FileRecord]) -> None:
@@ -224,7 +228,7 @@ def damaged(checkpoint: Path, name: str, what: str) -> DamagedCheckpoint:
 def known_tracker_ids(checkpoint: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     with suppress(OSError, ValueError, StoreUnreachable), reaching(checkpoint):
-        found = _read_json(checkpoint, STATE_FILE).get("trackers", {})
+        found = _read_json(checkpoint, _state_file(read_list(checkpoint))).get("trackers", {})
     return found or (tracker_ids(checkpoint.parent.parent) if is_local(checkpoint) else {})
 
 

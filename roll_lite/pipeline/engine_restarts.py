@@ -168,11 +168,11 @@ class EngineRestarts:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
 
     def living(self, parts: Sequence[EngineMemory]) -> list[int]:
-        """Admit started replacements (`take`), then return the living engines. If there are none, wait for a replacement."""
+        """Return the living engines, after replacements that have started were admitted (`take`). If none lives, wait for a replacement."""
         self.take(parts)
-        if not self.replicas.left and self._waiting:
-            self._journal.console.message("no engine is left; the run waits until one has devices")
-        with WATCHDOG.suspended():  # a weight update may wait here; limits.start limits the start
+        if not self.replicas.left:
+            self._journal.console.message("no engine is left; the run waits until one has devices and has started")
+        with WATCHDOG.suspended():  # a weight update may wait here; limits.start limits the start on devices
             while not (left := self.replicas.left):
                 self.tend()
                 pause(self._group, next(iter(self._starts), 0), "the start of its successor")

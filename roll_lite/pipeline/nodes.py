@@ -202,7 +202,8 @@ class LaterNodes:
         told = View(None, files), node_facts.installed(), node_addresses()[driver], role
         return [ray.remote(require_same).options(num_cpus=0, scheduling_strategy=on_node(node)).remote(*told) for node in later]
 
-    def require_same(self, role: str, places: Iterable[Place]) -> None:
+    def check(self, role: str, places: Iterable[Place]) -> None:
+        """Compare the nodes of a role's ranks. ValueError if one differs from the driver's."""
         try:
             ray.get(self.compare(role, places))
             self.known[role].update(place.node for place in places)

@@ -49,9 +49,7 @@ class Recoverable(Protocol):
 
     def repeat_update(self, rollouts: RolloutBatch) -> None: ...
 
-    def validate(self) -> None: ...
-
-    def begin_validation(self, step: int) -> None: ...
+    def validate(self, step: int | None = None) -> None: ...
 
 
 class Recovery:
@@ -201,8 +199,7 @@ class Recovery:
             if pipeline.validation_is_due:
                 pipeline.validate()
         elif self._validation is not None:
-            with self._journal.timers.phase("validation"):
-                pipeline.begin_validation(self._validation)
+            pipeline.validate(self._validation)
         self._rewinds = self._service_is_lost = False
         self._validation = None
 

@@ -91,8 +91,7 @@ class RLVRPipeline:
         self.recovery.begin(self.state_dict())
         if interrupted is not None:
             self.journal.console.message(f"the validation of step {interrupted} was under way at the checkpoint, and starts again")
-            with self.timers.phase("validation"):
-                self.recovery.survive(self, partial(self.begin_validation, interrupted))
+            self.recovery.survive(self, partial(self.validate, interrupted))
         if not self.checkpoints.continues_in_folder or self.validation_is_due:  # a run that continues in its folder validates only when due
             self.recovery.survive(self, self.validate)
         if self.config.mode == "evaluate":
@@ -297,16 +296,15 @@ class RLVRPipeline:
             self.validate()
 
     @phase("validation")
-    def validate(self) -> None:
+    def validate(self, step: int | None = None) -> None:
+        """Validate the present weights. `step`: step for which the results are reported; None: the last complete one."""
+        step = self.steps_done if step is None else step
         if not validates(self.config):
             return
-        if self.validation.step == self.steps_done:  # interrupted by the loss of a rank
+        if self.validation.step == step:  # interrupted by the loss of a rank
             self.validation.wait(self.version)
             return
         self.validation.finish(self.version)
-        self.begin_validation(self.steps_done)
-
-    def begin_validation(self, step: int) -> None:
         with self.source.loaded(Phase.SYNC_WEIGHTS, self.version):
             self.source.sync(self.version)
             with self.source.loaded(Phase.GENERATE, self.version):

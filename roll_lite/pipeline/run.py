@@ -107,7 +107,7 @@ class PhaseLimits:
     has none: its parts have."""
 
     def __init__(self, limits: LimitsConfig, streams: bool = False) -> None:
-        """`streams`: most of `log_probs` may be computed before the phase, or nothing. Its limit then follows the times of `train`, which
+        """`streams`: log-probs may be computed during generation, so the duration of `log_probs` varies. Its limit follows `train`, which
         has the same tokens and takes longer."""
         self._limits = limits
         self._measured = {"log_probs": "train"} if streams else {}

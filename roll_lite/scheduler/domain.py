@@ -115,7 +115,7 @@ class DomainScheduler:
         self._taken: dict[int, _Live] = {}
         """Groups taken for the current batch."""
         self._delivered: dict[int, _Live] = {}
-        """Groups of the last batch, until the next is requested: until then, its step may not be complete."""
+        """Groups of the last batch, kept until the next is requested: its step may still be undone."""
         self._put_back: deque[_PromptToStart] = deque()
         self._taken_up: dict[int, int] = {}
         """{group number in the resumed checkpoint: number of the group that continues it}."""

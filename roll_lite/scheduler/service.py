@@ -262,7 +262,8 @@ class RolloutService:
             scheduler.cancel()
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return the state after `batches` batches (all handed out, or one less), with all groups admitted since as undelivered."""
+        """Return the state after `batches` batches: all that were handed out (default), or all but the last. Groups of later batches count
+        as undelivered."""
         batches = self._admission.handed_out if batches is None else batches
         undo = batches < self._admission.handed_out
         counts = self._before if batches < self._admission.batches_requested else self._counts()

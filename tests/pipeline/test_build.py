@@ -22,7 +22,7 @@ from roll_lite.workers.model import ModelRole
 ROOT = Path(__file__).resolve().parents[2]
 
 
-LATER_NODES = SimpleNamespace(require_same=lambda role, places: None)
+LATER_NODES = SimpleNamespace(check=lambda role, places: None)
 
 
 def environment() -> dict[str, str]:
@@ -117,7 +117,7 @@ def test_workers_on_gpus_have_these_settings_and_the_run_tells_them(gpu: str | N
     session = SimpleNamespace(log_folder=None)
     starter: Any = SimpleNamespace(session=session, config=config, placement=placement, accelerators=[], later_nodes=LATER_NODES)
     slots = [Slot(gpus=() if gpu is None else (gpu,))]
-    assert Starter.spec(starter, "critic", slots).check_places is LATER_NODES.require_same
+    assert Starter.spec(starter, "critic", slots).check_places is LATER_NODES.check
     found = {role: {**Starter.spec(starter, role, slots).env} for role in ("actor_train", "actor_infer", "rollouts")}
     notes = Starter.notes(starter)
     if gpu is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from contextlib import nullcontext
@@ -403,6 +404,22 @@ def test_a_kill_as_samples_are_renewed_leaves_the_checkpoint_as_it_was(
     assert found == [(ROLLOUTS, b"few")]
 
 
+def test_a_full_disk_as_samples_are_renewed_is_told_and_the_checkpoint_counts(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints, roles, found = Checkpoints(config, tmp_path), parts("actor_train"), list[Any]()
+    folder = checkpoints.save(roles, ROLLOUTS, {"steps_done": 2}, b"few")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("roll_lite.pipeline.checkpoint.flush", full)
+    assert checkpoints.save(roles, {"prompts": 4}, {"steps_done": 2}, b"more") == folder
+    assert "step_000002 keeps the state that it has, prompts under way start again: [Errno 28] No space left" in caplog.text
+    Checkpoints(resuming(config, folder), tmp_path).load(roles, given_to(found))
+    assert found == [(ROLLOUTS, b"few")]
+
+
 def test_a_checkpoint_of_another_run_stays_as_it_is(config: RunConfig, tmp_path: Path) -> None:
     roles = parts("actor_train")
     theirs = Checkpoints(config, tmp_path / "other").save(roles, ROLLOUTS, {"steps_done": 2}, b"few")
@@ -504,9 +521,14 @@ def test_lost_ranks_load_the_checkpoint_before_a_damaged_one(config: RunConfig, 
 
 def test_ids_at_tracking_services_are_in_checkpoints(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "trackers.json").write_text('{"wandb": "abc"}')
-    folder = Checkpoints(config, tmp_path).save(parts("actor_train"), ROLLOUTS, {"steps_done": 2})
+    checkpoints, roles = Checkpoints(config, tmp_path), parts("actor_train")
+    folder = checkpoints.save(roles, ROLLOUTS, {"steps_done": 2})
     assert known_tracker_ids(folder) == {"wandb": "abc"}
-    (folder / "state.json").write_text("{")
+    (tmp_path / "trackers.json").write_text('{"wandb": "abc", "mlflow": "def"}')
+    checkpoints.save(roles, ROLLOUTS, {"steps_done": 2}, b"samples")
+    assert known_tracker_ids(folder) == {"wandb": "abc", "mlflow": "def"}, "of the newest state"
+    (tmp_path / "trackers.json").write_text('{"wandb": "abc"}')
+    (folder / "state-1.json").write_text("{")
     assert known_tracker_ids(folder) == {"wandb": "abc"}, "the run's folder has them, too"
     (tmp_path / "trackers.json").unlink()
     assert known_tracker_ids(folder) == {}

@@ -81,8 +81,6 @@ class Pipeline:
         self.phases: list[str] = []
         self.early_forgotten = 0
         self.early = SimpleNamespace(forget=self._forget_early)
-        self.validate = story.tells("validate")
-        self.begin_validation = lambda step: story.append(f"validation of {step}")
         self.recovery = Recovery(config, models, source, checkpoints, journal)  # type: ignore[arg-type]
         self.recovery.begin(self.state())
 
@@ -120,6 +118,10 @@ class Pipeline:
     def restore(self, state: dict[str, Any]) -> None:
         self.steps_done = state["steps_done"]
         self.story.append(f"restore {self.steps_done}")
+
+    def validate(self, step: int | None = None) -> None:
+        with self._phase("validation"):
+            self.story.append("validate" if step is None else f"validation of {step}")
 
     def repeat_update(self, rollouts: Any) -> None:
         self.steps_done += 1
@@ -315,7 +317,7 @@ def test_a_lost_validation_runs_again_though_a_rank_is_lost_while_it_begins() ->
     forgotten: list[int | None] = [0, None]
     pipeline.validation.forget = lambda: forgotten.pop(0)
     pipeline.fails = {"before training 3": [lost("rollouts")]}
-    fail_in(pipeline, pipeline, "begin_validation", lost("reference"))
+    fail_in(pipeline, pipeline, "validate", lost("reference"))
     pipeline.story.clear()
     story = pipeline.run(3)
     assert story.count("validation of 0") == 1 and story[-3:] == ["returned", "generate 3", "train 3"]

@@ -16,6 +16,7 @@ import torch
 
 from roll_lite.config.loading import load_config
 from roll_lite.data.proto import DataProto, object_column
+from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.clusters import Models
@@ -234,6 +235,28 @@ def test_one_that_was_under_way_at_the_checkpoint_begins_again(
     assert ("the validation of step 2 was under way at the checkpoint, and starts again" in capsys.readouterr().out) == ("begin 2" in story)
 
 
+@pytest.mark.parametrize("lost", ["rank", "service"])
+def test_one_of_an_earlier_step_that_a_loss_interrupts_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    source = Source(looks=0)
+    pipeline = pipeline_of(tmp_path, source, monkeypatch)
+    finish, failures = source.finish_validation, [RankFailed("actor_train", 0, "validation", "its process died")]
+
+    def finish_validation(*given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return finish(*given)
+
+    monkeypatch.setattr(source, "finish_validation", finish_validation)
+    with pytest.raises(RankFailed):
+        pipeline.validate(2)
+    if lost == "service":
+        assert pipeline.validation.forget() == 2
+        pipeline.validate(2)  # by the recovery
+    pipeline.validate(2)
+    assert source.story == ["begin 2", *(["begin 2"] if lost == "service" else []), "end 2"]
+    assert [step for step, *_ in told(tmp_path)] == [2]
+
+
 def test_a_checkpoint_knows_the_one_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = pipeline_of(tmp_path, Source(looks=1), monkeypatch, ASYNC)
     pipeline.validate()
@@ -262,7 +285,7 @@ def test_a_preempted_run_saves_its_last_step_with_what_is_under_way_now(
         monkeypatch.setattr(source, name, call, raising=False)
     for name, call in {"save": lambda *given: saved.append(given[1:]), "upload_last": lambda _: None}.items():
         monkeypatch.setattr(pipeline.checkpoints, name, call, raising=False)
-    pipeline.begin_validation(2)
+    pipeline.validate(2)
     monkeypatch.setattr(WATCHDOG, "preempted_at", time.monotonic())
     pipeline.save_before_the_end()
     rollouts = {"batches": 3, "groups": "new" if collects else "old"}

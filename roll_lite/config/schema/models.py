@@ -374,8 +374,8 @@ class InferRoleConfig(Section):
     offload: bool = False
     """Free the engines' device memory while the actor trains."""
     restarts: NonNegativeInt = 3
-    """Maximum restarts of a lost engine per hour. Then the run continues without it, or ends if none is left. 0: drained nodes do not hand
-    over their requests in advance."""
+    """Maximum restarts of a lost engine per hour. Then the run continues without it, or ends if none is left. 0 also turns off
+    handing over the requests of drained nodes in advance."""
     most_replicas: PositiveInt | None = None
     """Maximum engine replicas. Those beyond `devices` start as nodes with free devices join, and end when their node leaves."""
     threads: PositiveInt = 1

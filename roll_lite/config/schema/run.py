@@ -206,7 +206,7 @@ class LimitsConfig(Section):
     """Other calls, such as loading a role or resuming."""
     hang_factor: NonNegativeFloat = 10.0
     """sync_weights, log_probs, advantages and train count as hung if they take this many times their longest duration so far, but never
-    before 300 s. A phase that is repeated after such a loss gets this many times as long. 0: no such limit."""
+    before 300 s. A repeated phase gets this many times the duration of its failed try. 0: no such limit."""
     silence: TimeLimit = 300.0
     """Time in which every process must answer, even if busy; else it counts as hung (stopped, or never releases the GIL)."""
     engine_silence: TimeLimit = 7.0
