@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 SPREAD_RESOLUTION = 1e-12
-"""Ratio of standard deviation to mean up to which the deviation is a rounding error and counts as 0."""
+"""Standard deviations up to this fraction of the mean count as 0: they are rounding errors."""
 
 
 @dataclass(frozen=True)
 class RewardRows:
-    """Columns of the global batch with one entry per row, [N]."""
+    """Facts about the samples of the global batch: tensors [N], one entry per sample."""
 
     score: torch.Tensor
     correct: torch.Tensor
@@ -115,8 +115,8 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1), unless the deviation is 0. over=running: first
-    add the rewards to `running`. trains [N] bool: samples that the statistics cover; over=group covers all."""
+    """Normalise rewards: subtract the mean (if `mean`), and divide by the standard deviation (if `std`; ddof 1; not if it is 0). The
+    statistics are those of samples with `trains` [N] true (over=group: all). over=running: first add these rewards to `running`."""
     if len(rewards) == 0:
         return rewards
     rewards = rewards.astype(np.float32).astype(np.float64)  # rounded like scores: 1 - 0.1 equals a score of 0.9
@@ -140,12 +140,12 @@ def normalized(
 
 @dataclass(frozen=True)
 class Masked:
-    """Training weights, and why samples are masked. Masked samples still count in their group's baseline."""
+    """Training weights of samples, and the causes of zero weights. Samples with weight 0 still count in their group's baseline."""
 
     weights: torch.Tensor
-    """[N] float32, the column train_weight; 0 excludes a sample from training."""
+    """[N] float32: column train_weight. Samples with 0 do not train."""
     causes: dict[str, torch.Tensor]
-    """{cause: [N] bool}, True for samples that the cause masks. A sample may have several causes."""
+    """{cause: [N] bool: True for samples masked by it}. A sample may have several causes."""
 
 
 def mask_samples(
@@ -155,8 +155,8 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Return training weights: the data's weights times the user's `function_weights` (None: 1). The weight is 0 for truncated samples (if
-    `truncated`), groups with a mean score outside `group_mean`, and responses with a length outside `response_tokens`."""
+    """Return training weights: the data's weights times `function_weights`, which the user's function returned (None: 1). Masked samples
+    get 0: truncated ones (if `truncated`), groups with a mean score outside `group_mean`, and lengths outside `response_tokens`."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

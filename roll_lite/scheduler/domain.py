@@ -139,7 +139,7 @@ class DomainScheduler:
 
     @property
     def waiting_for_scores(self) -> float:
-        """Number of generated samples without a score, minus those that reward workers can score at once. Negative if workers are free."""
+        """Number of generated samples without a score, less the places of the reward workers. Negative: places are free."""
         return self._runner.scoring - self._domain.rewards.capacity
 
     @property

@@ -56,7 +56,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
         return self._fleet.replaced
 
     async def score(self, item: Item) -> Result:
-        """Return a sample's result. Raise RewardFailed if there is none."""
+        """Score a sample. Raise RewardFailed if scoring fails."""
         if self._fleet.end is not None:
             raise RewardFailed(str(self._fleet.end))
         job = ScoringJob(item, asyncio.get_running_loop().create_future())
