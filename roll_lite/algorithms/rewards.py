@@ -14,7 +14,7 @@ SPREAD_RESOLUTION = 1e-12
 
 @dataclass(frozen=True)
 class RewardRows:
-    """Facts about the samples of the global batch: tensors [N], one entry per sample."""
+    """Columns of the global batch: tensors [N], one entry per sample."""
 
     score: torch.Tensor
     correct: torch.Tensor
@@ -143,7 +143,7 @@ class Masked:
     """Training weights of samples, and the causes of zero weights. Samples with weight 0 still count in their group's baseline."""
 
     weights: torch.Tensor
-    """[N] float32: column train_weight. Samples with 0 do not train."""
+    """[N] float32: train_weight. Samples with 0 do not train."""
     causes: dict[str, torch.Tensor]
     """{cause: [N] bool: True for samples masked by it}. A sample may have several causes."""
 
