@@ -23,6 +23,7 @@ from roll_lite.data.minibatches import MiniBatch, balanced_partition, row_costs,
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, ClusterDead, Pending, first_done, gather
 from roll_lite.distributed.dataflow import Batch, BatchShard, Block
+from roll_lite.distributed.place import Place
 from roll_lite.distributed.strategy.base import StateGroup
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.workers.actor import ActorWorker
@@ -121,7 +122,7 @@ class Engines(Movable):
     turns: int = 1
     """Number of rounds in which engines start. Engines measure free memory, so engines that share a GPU must start in different rounds."""
 
-    def start_first_ones(self) -> Pending[list[None]]:
+    def start_first_ones(self) -> Pending[list[Place]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
 
     def initialize_later_ones(self) -> None:

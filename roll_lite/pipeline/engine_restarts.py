@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -32,9 +32,11 @@ DRAIN_SECONDS = 3.0
 
 @dataclass
 class _Start:
-    """Engine that is starting. `calls`: Ray calls: the comparison of its node, if that is new to the run, `initialize`, `place`."""
+    """Engine that is starting. `calls`: Ray calls: the comparisons of its nodes, if they are new to the run, `initialize`, `place`."""
 
     calls: list[ray.ObjectRef]
+    compared: set[str] = field(default_factory=set)
+    """Nodes whose comparison has begun. An engine's further nodes are known once it has started."""
     place: Place | None = None
     """Node and process; None until the engine has started."""
     since: float | None = None
@@ -162,7 +164,7 @@ class EngineRestarts:
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
             self._group.regain(engine, place)
-            self._later_nodes.known[self._group.name].add(place.node)
+            self._later_nodes.known[self._group.name] |= place.nodes
             self._newcomers.append(engine)
             if self._engines.offloads:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
@@ -209,11 +211,15 @@ class EngineRestarts:
             answers = ray.get(ready)
         except Exception as error:  # a process edge: it becomes the cause
             return cause_of(error)
-        if start.since is None and start.calls[-1] in ready:
-            start.since = time.monotonic()
-            start.calls[:0] = self._later_nodes.compare(self._group.name, answers[-1:])
-        if len(answers) == len(start.calls):
-            start.place = answers[-1]
+        has_started = len(answers) == len(start.calls)
+        if start.calls[-1] in ready:
+            start.since = start.since or time.monotonic()
+            place = answers[-2 if has_started else -1]
+            calls = self._later_nodes.compare(self._group.name, place.nodes - start.compared)
+            start.compared |= place.nodes
+            start.calls[:0] = calls
+        if has_started and not calls:
+            start.place = place
         elif self._start_s and start.since is not None and time.monotonic() - start.since > self._start_s:
             return f"it did not start within {self._start_s:g} s (limits.start)"
         return None
@@ -246,8 +252,8 @@ class EngineRestarts:
 
     def _follow_drains(self) -> None:
         """Let engines on draining nodes pass on their requests, then restart them where devices are free."""
-        nodes = {engine: pulse.place.node for engine, pulse in self._group.living_pulses() if pulse.place is not None}
-        serving = {engine: node for engine, node in nodes.items() if engine not in self._newcomers and engine not in self._leaving}
+        places = {engine: pulse.place for engine, pulse in self._group.living_pulses() if pulse.place is not None}
+        serving = {engine: own.nodes for engine, own in places.items() if engine not in self._newcomers and engine not in self._leaving}
         if time.monotonic() - self._asked >= DRAIN_SECONDS:
             self._asked = time.monotonic()
             for engine in leaving(serving, draining_nodes()):

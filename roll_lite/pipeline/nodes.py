@@ -192,10 +192,10 @@ class LaterNodes:
         self._readers = [one for one in readers(config) if one.setting != RESUME]  # this checkpoint may be deleted later
         self.known = defaultdict(set, placement.nodes_by_role())
 
-    def compare(self, role: str, places: Iterable[Place]) -> list[ray.ObjectRef]:
+    def compare(self, role: str, nodes: set[str]) -> list[ray.ObjectRef]:
         """Start a task for each unknown node, which fails with ValueError if files that the role reads, or package versions, differ."""
         driver = ray.get_runtime_context().get_node_id()
-        later = {place.node for place in places} - {driver} - self.known[role]
+        later = nodes - {driver} - self.known[role]
         if not later:
             return []
         files = {reader: reader.files() for reader in self._readers if role in reader.roles}
@@ -204,9 +204,10 @@ class LaterNodes:
 
     def check(self, role: str, places: Iterable[Place]) -> None:
         """Compare the nodes of a role's ranks. ValueError if one differs from the driver's."""
+        nodes = {place.node for place in places}
         try:
-            ray.get(self.compare(role, places))
-            self.known[role].update(place.node for place in places)
+            ray.get(self.compare(role, nodes))
+            self.known[role] |= nodes
         except RayTaskError as error:
             raise error.cause from None
         except RayError:  # the node is lost, and the next call to its ranks fails

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, Protocol
@@ -193,8 +193,8 @@ class BatchedEngine(ABC):
         return reduce(joined, parts)._replace(finish_reason=FinishReason.ABORT, tokens=tokens)
 
 
-def leaving(nodes: Mapping[int, str], draining: Collection[str]) -> Sequence[int]:
+def leaving(nodes: Mapping[int, Set[str]], draining: Set[str]) -> Sequence[int]:
     """Return the numbers of the engines on draining nodes, without the first if these are all engines, so that one remains. `nodes`:
-    {number of a serving engine: its node}."""
-    doomed = [engine for engine, node in nodes.items() if node in draining]
+    {number of a serving engine: its nodes}."""
+    doomed = [engine for engine, own in nodes.items() if own & draining]
     return doomed if len(doomed) < len(nodes) else doomed[1:]

@@ -320,7 +320,7 @@ class _Simulation:
         self.follow_drains()
 
     def follow_drains(self) -> None:
-        nodes = {engine: str(self.node_of[engine]) for engine in self.engines if engine not in self.leaving}
+        nodes = {engine: {str(self.node_of[engine])} for engine in self.engines if engine not in self.leaving}
         for engine in leaving(nodes, self.draining):
             self.leaving.add(engine)
             self.later(self.leave(engine, self.engines[engine].name))

@@ -69,6 +69,8 @@ class EngineParts:
         self._actors: list[Any] = []
         self._start_is_over = threading.Event()
         self.lost: str | None = None
+        self.nodes: tuple[str, ...] = ()
+        """Further nodes of the engine; empty until it has started."""
 
     async def start(self, engine: Awaitable[None]) -> None:
         """Start the actors on further nodes together with `engine` (the first node's part), since each waits for the others."""
@@ -80,6 +82,7 @@ class EngineParts:
         try:
             await engine
             await asyncio.gather(*started)
+            self.nodes = tuple([place.node for place in await asyncio.gather(*(actor.place.remote() for actor in self._actors))])
         except BaseException as error:
             self._start_is_over.set()
             self.kill()

@@ -69,11 +69,11 @@ class InferWorker(AsyncWorker):
     async def preload(self) -> None:
         await self._strategy.preload()
 
-    async def initialize(self, turn: int = 0, turns: int = 1) -> None:
+    async def initialize(self, turn: int = 0, turns: int = 1) -> Place:
         """Start the engine if this is the replica's turn (rank % turns == turn). Engines on one GPU take turns, since each measures the
         free memory."""
         if self.rank % turns != turn:
-            return
+            return await self.place()
         if self._parts is None:
             await self._strategy.initialize()
         else:
@@ -82,6 +82,10 @@ class InferWorker(AsyncWorker):
         freeze_heap()
         self._watching = asyncio.create_task(self._watch())
         self._ready.set()
+        return await self.place()
+
+    async def place(self) -> Place:  # type: ignore[override]
+        return (await super().place())._replace(further=() if self._parts is None else self._parts.nodes)
 
     async def until_ready(self) -> None:
         """Wait until the engine has started. Before that, this process may be too busy to answer heartbeats."""

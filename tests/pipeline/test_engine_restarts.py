@@ -22,6 +22,7 @@ from support_scripted import ScriptedWorker, scripted_spec
 
 from roll_lite.config.schema.models import InferRoleConfig, ModelConfig
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, RankFailed, start_cluster
+from roll_lite.distributed.place import Place
 from roll_lite.distributed.placement import Placement, anywhere
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.base import EngineSpec
@@ -234,10 +235,11 @@ def test_a_start_that_hangs_fails_once_its_process_has_had_the_time(monkeypatch:
     now, ready = 0.0, list[str]()
     monkeypatch.setattr(engine_restarts.time, "monotonic", lambda: now)
     monkeypatch.setattr(engine_restarts.ray, "wait", lambda calls, **_: (list(ready), []))
-    monkeypatch.setattr(engine_restarts.ray, "get", lambda refs: [f"answer of {ref}" for ref in refs])
+    place = Place("there", 7)
+    monkeypatch.setattr(engine_restarts.ray, "get", lambda refs: [place for _ in refs])
     restarts: Any = object.__new__(EngineRestarts)
     restarts._group, restarts._start_s = SimpleNamespace(death_of=lambda engine: "death", name="actor_infer"), 60.0
-    restarts._later_nodes = SimpleNamespace(compare=lambda role, places: [])
+    restarts._later_nodes = SimpleNamespace(compare=lambda role, nodes: [])
     start: Any = engine_restarts._Start(["initialize", "place"])
     assert restarts._failure(0, start) is None
     now = 1000.0  # it may wait for devices
@@ -248,7 +250,7 @@ def test_a_start_that_hangs_fails_once_its_process_has_had_the_time(monkeypatch:
     assert restarts._failure(0, start) == "it did not start within 60 s (limits.start)"
     ready.append("initialize")
     ready.sort()
-    assert restarts._failure(0, start) is None and start.place == "answer of place"
+    assert restarts._failure(0, start) is None and start.place == place
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
@@ -269,20 +271,25 @@ def test_only_a_dead_service_is_asked_again_to_drain_an_engine(monkeypatch: pyte
 def test_a_successor_on_a_node_that_the_start_did_not_compare_serves_only_if_its_files_are_the_drivers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """An engine that spans nodes: its further node is known once it has started."""
     asked, answers = [], dict[str, Any]()
     restarts: Any = object.__new__(EngineRestarts)
     restarts._group, restarts._start_s = SimpleNamespace(death_of=lambda engine: "death", name="actor_infer"), None
-    restarts._later_nodes = SimpleNamespace(compare=lambda role, places: asked.append((role, places)) or ["comparison"])
+    restarts._later_nodes = SimpleNamespace(compare=lambda role, nodes: asked.append((role, nodes)) or sorted(nodes))
     monkeypatch.setattr(engine_restarts.ray, "wait", lambda calls, **_: ([call for call in calls if call in answers], []))
     monkeypatch.setattr(engine_restarts.ray, "get", lambda refs: [value_or_raise(answers[ref]) for ref in refs])
     start: Any = engine_restarts._Start(["initialize", "place"])
-    answers |= {"initialize": None, "place": "there"}
+    first, whole = Place("first", 7), Place("first", 7, further=("second",))
+    answers["place"] = first
+    assert restarts._failure(0, start) is None and asked == [("actor_infer", {"first"})]
+    answers |= {"initialize": whole, "first": None}
     assert restarts._failure(0, start) is None and start.place is None
-    assert asked == [("actor_infer", ["there"])]
-    answers["comparison"] = ValueError("model.path: /m on node 10.0.0.2")
+    assert asked[1:] == [("actor_infer", {"second"})]
+    answers["second"] = ValueError("model.path: /m on node 10.0.0.2")
     assert restarts._failure(0, start) == "ValueError: model.path: /m on node 10.0.0.2"
-    answers["comparison"] = None
-    assert restarts._failure(0, start) is None and start.place == "there" and len(asked) == 1
+    answers["second"] = None
+    assert restarts._failure(0, start) is None and start.place == whole
+    assert all(not nodes for _, nodes in asked[2:])
 
 
 def value_or_raise(value: Any) -> Any:

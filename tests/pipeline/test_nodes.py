@@ -186,8 +186,8 @@ def test_a_node_that_the_start_did_not_compare_is_compared_before_its_ranks_load
     placement: Any = SimpleNamespace(nodes_by_role=lambda: {"actor_train": {"driver"}, "actor_infer": {elsewhere.node}})
     config: Any = None
     later = LaterNodes(config, placement)
-    assert later.compare("actor_infer", [elsewhere]) == [], "the start has compared it"
-    assert later.compare("rollouts", [Place("driver", 0)]) == []
+    assert later.compare("actor_infer", {elsewhere.node}) == [], "the start has compared it"
+    assert later.compare("rollouts", {"driver"}) == []
     with monkeypatch.context() as other_files:
         other_files.setattr(Reader, "files", lambda reader: {"config.json": "sha256 c"})  # on the driver's node
         for _ in range(2):
@@ -196,7 +196,7 @@ def test_a_node_that_the_start_did_not_compare_is_compared_before_its_ranks_load
             ):
                 later.check("actor_train", [elsewhere])
     later.check("actor_train", [elsewhere])
-    assert later.compare("actor_train", [elsewhere]) == [], "it is compared once"
+    assert later.compare("actor_train", {elsewhere.node}) == [], "it is compared once"
     later.check("actor_train", [Place("0" * 56, 0)])  # it is lost: the next call to its ranks fails
 
 
