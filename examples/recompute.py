@@ -4,7 +4,7 @@
 
 Nothing of roll_lite is imported: what this script shares with the run is the formulas. It starts from the weights that the run started
 from (`start/`), goes through `batches/step_*/` with the mini-batches that the run made, and compares at every step the models' outputs
-(log-probs of actor and reference, values of the critic), advantages and returns (GRPO and GAE), the weight of each sample in the loss, and
+(log-probs of actor and reference, values of the critic), advantages and returns, the weight of each sample in the loss, and
 of every optimizer step loss, gradient norm and learning rate with `updates.jsonl`; at the end the weights with those exported. LoRA, models
 with experts, supervised rows (`algorithm.ptx`), a renewed reference and an average of the weights are followed as well. Prints the largest
 differences; exit code 1 if one of them is above its tolerance.
@@ -449,30 +449,46 @@ def row_weights(algorithm: dict[str, Any], rows: list[Row], constant: int | None
 
 
 def credit(run: Run, step: Step) -> dict[str, dict[int, torch.Tensor]] | None:
-    """Advantages (and returns) by sample, where this script has the estimator."""
-    if any("turn_rewards" in row.columns for row in step.rows.values()):
-        return None
-    advantage, whiten = run.algorithm["advantage"], run.algorithm["whiten_advantages"]
-    paid = {sample: kl_paid(run, step, row) for sample, row in step.rows.items()}
-    found: dict[str, dict[int, torch.Tensor]]
-    if advantage["name"] == "gae" and advantage["length_adaptive"] is None:
-        lam, gamma, turns = advantage["lam"], advantage["gamma"], advantage.get("discount") == "turn"
-        of_critic = lam if advantage["lam_critic"] is None else advantage["lam_critic"]
-        bootstraps = advantage["bootstrap_truncated"]
-        ends = {s: float(row["final_value"]) if bootstraps and row.columns["cut"] else 0.0 for s, row in step.rows.items()}
-        found = {
-            "advantages": {s: gae(row, paid[s], ends[s], gamma, lam, turns) for s, row in step.rows.items()},
-            "returns": {s: gae(row, paid[s], ends[s], gamma, of_critic, turns) + row["values"] * row.mask for s, row in step.rows.items()},
-        }
-    elif advantage["name"] == "grpo":
-        found = {"advantages": grpo(step, paid, advantage["normalize_std"])}
+    """Advantages (and returns) by row; None: a function of the user's own makes them."""
+    settings, scale = run.algorithm["advantage"], run.algorithm["reward"]["scale"]
+    name, gamma, over_turns = settings["name"], settings.get("gamma", 1.0), settings.get("discount") == "turn"
+    paid = {number: kl_paid(run, step, row) for number, row in step.rows.items()}
+    rewards = {number: token_rewards(row, paid[number], scale) for number, row in step.rows.items()}
+    groups = samples_by_group(step, paid)
+    found: dict[str, dict[int, torch.Tensor]] = {"advantages": {}}
+    if name == "gae":
+        lam_critic = settings["lam"] if settings["lam_critic"] is None else settings["lam_critic"]
+        found["returns"] = {}
+        for number, row in step.rows.items():
+            end = float(row["final_value"]) if settings["bootstrap_truncated"] and row.columns["cut"] else 0.0
+            lam, alpha = settings["lam"], settings["length_adaptive"]
+            if alpha is not None:
+                lam = max(0.0, 1 - 1 / (alpha * max(1, int(row.mask.sum()))))
+            found["advantages"][number] = gae(row, rewards[number], end, gamma, lam, over_turns)
+            found["returns"][number] = gae(row, rewards[number], end, gamma, lam_critic, over_turns) + row["values"] * row.mask
+    elif name in ("reinforce", "reinforce_plus_plus"):
+        baselines = dict.fromkeys(step.rows, 0.0)
+        if settings.get("baseline") == "group":
+            for samples in groups.values():
+                mean = sum(sample.score for sample in samples) / len(samples)
+                baselines |= {number: mean for sample in samples for number in sample.rows}
+        for number, row in step.rows.items():
+            last = row.mask.nonzero().flatten()[-1:]
+            rewards[number][last] -= baselines[number]
+            found["advantages"][number] = discounted(row, rewards[number], gamma, over_turns)
+    elif name in ("grpo", "rloo", "opo", "gpg", "remax"):
+        found["advantages"] = of_samples(name, step, groups, settings.get("normalize_std", False))
+    elif name == "gigpo":
+        found["advantages"] = of_samples("grpo", step, groups, settings["normalize_std"])
+        for number, own in of_turns(step, scale, gamma, settings["normalize_std"]).items():
+            found["advantages"][number] += settings["step_weight"] * own
     else:
         return None
-    if whiten:
-        trained = [sample for sample, row in step.rows.items() if row["train_weight"] > 0]
-        entries = torch.cat([found["advantages"][sample][step.rows[sample].mask] for sample in trained])
+    if run.algorithm["whiten_advantages"] or name == "reinforce_plus_plus":
+        trained = [number for number, row in step.rows.items() if row["train_weight"] > 0]
+        entries = torch.cat([found["advantages"][number][step.rows[number].mask] for number in trained])
         mean, std = entries.mean(), entries.std()
-        found["advantages"] = {s: torch.where(step.rows[s].mask, (x - mean) / (std + 1e-8), 0.0) for s, x in found["advantages"].items()}
+        found["advantages"] = {n: torch.where(step.rows[n].mask, (x - mean) / (std + 1e-8), 0.0) for n, x in found["advantages"].items()}
     return found
 
 
@@ -485,37 +501,123 @@ def kl_paid(run: Run, step: Step, row: Row) -> torch.Tensor:
     return coef * kl_value(old - row["ref_log_probs"], estimator) * row.mask
 
 
-def gae(row: Row, paid: torch.Tensor, end: float, gamma: float, lam: float, over_turns: bool) -> torch.Tensor:
+def token_rewards(row: Row, paid: torch.Tensor, scale: float) -> torch.Tensor:
+    """[T-1] Rewards of turns on their last tokens, the rest of the sample's on the row's last policy token, less KL."""
+    rewards, last = torch.zeros(len(row.mask), dtype=F64), row.mask.nonzero().flatten()[-1:]
+    if "turn_rewards" in row:
+        rewards += row["turn_rewards"] * scale
+    rewards[last] = 0.0
+    rewards[last] = row["reward"] - rewards.sum()
+    return rewards - paid
+
+
+def discounts(row: Row, gamma: float, over_turns: bool) -> list[float]:
+    """What a policy token's return keeps of the next one's. Over turns only the last token of a response discounts."""
+    ends = [place + 1 < len(row.mask) and not row.mask[place + 1] for place in range(len(row.mask))]
+    return [gamma if end or not over_turns else 1.0 for end in ends]
+
+
+def gae(row: Row, rewards: torch.Tensor, end: float, gamma: float, lam: float, over_turns: bool) -> torch.Tensor:
     """`end`: value after the row's last policy token."""
-    positions = row.mask.nonzero().flatten().tolist()
-    values, advantages = row["values"], torch.zeros(len(row.mask), dtype=F64)
+    values, advantages, keeps = row["values"], torch.zeros(len(row.mask), dtype=F64), discounts(row, gamma, over_turns)
     following_value, following = end, 0.0
-    for place in reversed(positions):
-        reward = -float(paid[place]) + (float(row["reward"]) if place == positions[-1] else 0.0)
-        within = over_turns and not (place + 1 < len(row.mask) and not row.mask[place + 1])
-        discount = 1.0 if within else gamma
-        delta = reward + discount * following_value - float(values[place])
-        following = delta + discount * lam * following
+    for place in reversed(row.mask.nonzero().flatten().tolist()):
+        delta = float(rewards[place]) + keeps[place] * following_value - float(values[place])
+        following = delta + keeps[place] * lam * following
         following_value, advantages[place] = float(values[place]), following
     return advantages
 
 
-def grpo(step: Step, paid: dict[int, torch.Tensor], normalize: bool) -> dict[int, torch.Tensor]:
-    groups: dict[int, dict[tuple[int, int], list[int]]] = {}
+def discounted(row: Row, rewards: torch.Tensor, gamma: float, over_turns: bool) -> torch.Tensor:
+    returns, keeps, following = torch.zeros(len(row.mask), dtype=F64), discounts(row, gamma, over_turns), 0.0
+    for place in reversed(row.mask.nonzero().flatten().tolist()):
+        following = float(rewards[place]) + keeps[place] * following
+        returns[place] = following
+    return returns
+
+
+@dataclass
+class Sample:
+    """One sample. An agent's may have several rows."""
+
+    rows: list[int]
+    score: float
+    reward: float
+    """The score less the KL of all rows."""
+    tokens: int
+    trains: bool
+
+
+def samples_by_group(step: Step, paid: dict[int, torch.Tensor]) -> dict[int, list[Sample]]:
+    found: dict[int, dict[tuple[int, int], Sample]] = {}
     for number, row in step.rows.items():
-        groups.setdefault(int(row["group"]), {}).setdefault(sample_of(row), []).append(number)
+        new = Sample([], float(row["reward"]), float(row["reward"]), 0, bool(row["train_weight"] > 0))
+        sample = found.setdefault(int(row["group"]), {}).setdefault(sample_of(row), new)
+        sample.rows.append(number)
+        sample.reward -= float(paid[number].sum())
+        sample.tokens += int(row.mask.sum())
+    return {group: list(samples.values()) for group, samples in found.items()}
+
+
+def of_samples(name: str, step: Step, groups: dict[int, list[Sample]], normalize: bool) -> dict[int, torch.Tensor]:
+    """Every token of a sample has the sample's advantage."""
+    training = [(sample, samples) for samples in groups.values() for sample in samples if sample.trains]
+    differing = sum(len({other.score for other in samples}) > 1 for _, samples in training)
     found = {}
     for samples in groups.values():
-        members = list(samples.values())  # the rows of each sample, which count as one
-        before = np.array([float(step.rows[numbers[0]]["reward"]) for numbers in members])
-        rewards = before - np.array([sum(float(paid[number].sum()) for number in numbers) for numbers in members])
-        centered = rewards - rewards.mean()
-        if normalize:
-            centered = centered / (rewards.std(ddof=1) + 1e-6) if len(members) > 1 else np.zeros(1)
-        if np.ptp(before if normalize else rewards) == 0:
-            centered = np.zeros(len(members))
-        for numbers, value in zip(members, centered, strict=True):
-            found |= {number: value * step.rows[number].mask.double() for number in numbers}
+        score, reward, tokens = (np.array([getattr(one, what) for one in samples], float) for what in ("score", "reward", "tokens"))
+        if name == "grpo":
+            values = group_relative(reward, normalize, score if normalize else reward)
+        elif name == "remax":
+            values = reward - np.array([float(step.rows[one.rows[0]]["baseline_score"]) for one in samples])
+        elif np.ptp(reward) == 0:
+            values = np.zeros(len(samples))
+        elif name == "rloo":
+            values = np.array([own - np.delete(reward, place).mean() for place, own in enumerate(reward)])
+        elif name == "opo":
+            values = reward - (tokens @ reward) / tokens.sum() if tokens.sum() else np.zeros(len(samples))
+        else:
+            values = (reward - reward.mean()) * len(training) / max(1, differing)
+        for sample, value in zip(samples, values.tolist(), strict=True):
+            found |= {number: value * step.rows[number].mask.double() for number in sample.rows}
+    return found
+
+
+def group_relative(rewards: np.ndarray, normalize: bool, decides: np.ndarray) -> np.ndarray:
+    """GRPO's. 0 where all of `decides` are equal."""
+    if np.ptp(decides) == 0:
+        return np.zeros(len(rewards))
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6 if normalize else 1.0)
+
+
+def of_turns(step: Step, scale: float, gamma: float, normalize: bool) -> dict[int, torch.Tensor]:
+    """GiGPO's step advantages: a turn's discounted return among those of its group's turns that answer the same tokens."""
+    answers: dict[tuple[int, tuple[int, ...]], list[tuple[int, list[int], float]]] = {}
+    for number, row in step.rows.items():
+        rewards, following = token_rewards(row, torch.zeros(len(row.mask), dtype=F64), scale), 0.0
+        for asked, places in reversed(responses_of(row)):
+            following = float(rewards[places].sum()) + gamma * following
+            answers.setdefault((int(row["group"]), asked), []).append((number, places, following))
+    found = {number: torch.zeros(len(row.mask), dtype=F64) for number, row in step.rows.items()}
+    for turns in answers.values():
+        returns = np.array([own for _, _, own in turns])
+        for (number, places, _), value in zip(turns, group_relative(returns, normalize, returns).tolist(), strict=True):
+            found[number][places] = value
+    return found
+
+
+def responses_of(row: Row) -> list[tuple[tuple[int, ...], list[int]]]:
+    """(tokens that others wrote before it, its own places in the mask) of each response."""
+    found: list[tuple[tuple[int, ...], list[int]]] = []
+    asked: list[int] = []
+    for place, token in enumerate(row.ids.tolist()):
+        if place == 0 or not row.mask[place - 1]:
+            asked.append(token)
+            continue
+        if asked:
+            found.append((tuple(asked), []))
+            asked = []
+        found[-1][1].append(place - 1)
     return found
 
 

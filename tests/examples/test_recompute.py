@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pyarrow as pa
@@ -22,8 +23,11 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from roll_lite.config.checks.notes import RECOMPUTED_LOSSES, without_formula
 from roll_lite.config.loading import load_config
+from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.config.schema.losses import PolicyLossConfig
 from roll_lite.pipeline.batch_files import batches_are_written
+from roll_lite.workers.credit import assign_credit
+from tests.workers.test_credit import ESTIMATORS, algorithm, alone, many_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation.enabled=false"]
@@ -165,6 +169,39 @@ def test_truncated_sampling_keeps_the_tokens_that_transformers_keeps(monkeypatch
         settings = [{"top_k": top_k, "top_p": top_p, "min_p": min_p}]
         exact, *_ = script.truncated(logits.log_softmax(-1)[None], ids, settings)
         torch.testing.assert_close(exact, expected)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("advantage", ESTIMATORS, ids=lambda config: "-".join(str(value) for value in config.values()))
+def test_every_estimators_advantages_come_out_again(
+    advantage: dict[str, Any], whiten: bool, turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows drawn at random, with KL in the reward; with `turns` responses are rewarded one by one and samples have several rows."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    script: Any = importlib.import_module("recompute")
+    rows, config = many_rows(), algorithm(advantage, whiten, "k1")
+    config = AlgorithmConfig.model_validate({**config.model_dump(), "reward": {"scale": 2.0}})
+    rows.columns.update(index=torch.arange(24), group=torch.arange(24) // 6)
+    if turns:
+        of_first = torch.arange(24) // 3 * 3  # three rows make a sample
+        rows.columns.update(index=of_first, branch=torch.arange(24) % 3)
+        rows.columns.update({name: rows.columns[name][of_first] for name in ("reward", "train_weight", "baseline_score")})
+        rows.columns["turn_rewards"] = torch.randn(rows.mask.shape, generator=torch.Generator().manual_seed(1))
+    expected = assign_credit(rows, 0, config, 0.1, alone)
+
+    columns = {name: column.tolist() for name, column in rows.columns.items()}
+    columns["response_mask"] = [[False, *mask] for mask in rows.mask.tolist()]
+    step: Any = SimpleNamespace(facts={"kl_coefs": {"kl_in_reward": 0.1}})
+    step.rows = {number: script.Row({name: column[number] for name, column in columns.items()}) for number in range(24)}
+    found = script.credit(SimpleNamespace(algorithm=config.model_dump()), step)
+    if advantage["name"] == "custom":
+        assert found is None
+        return
+    assert set(found) == {"advantages", "returns"} - (set() if advantage["name"] == "gae" else {"returns"})
+    for name, of_rows in found.items():
+        again = torch.stack([of_rows[number] for number in range(24)]).float()
+        torch.testing.assert_close(again, getattr(expected, name), rtol=1e-5, atol=1e-5)
 
 
 def test_log_probs_of_another_policy_or_precision_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
