@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """12 MB, room for two checkpoints and a half."""
-    with support_disks.small_disk(tmp_path / "disk", "12m") as disk:
+    """24 MB, room for two checkpoints and some of a third."""
+    with support_disks.small_disk(tmp_path / "disk", "24m") as disk:
         yield disk
 
 

@@ -66,13 +66,22 @@ def test_a_run_saves_its_state_and_goes_on(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("supply", ["sync", "async"])
+@pytest.mark.parametrize(("supply", "prompts"), [("sync", 6), ("async", 12)])
 @pytest.mark.usefixtures("signals_arrive")
-def test_a_run_that_is_preempted_time_and_again_within_one_step_gets_on(tmp_path: Path, supply: str) -> None:
+def test_a_run_that_is_preempted_time_and_again_within_one_step_gets_on(tmp_path: Path, supply: str, prompts: int) -> None:
     """A step takes longer than each of them lives: one sample after the other is generated."""
     slow = [f"domains.{name}.sampling={{max_tokens: 60, min_tokens: 60}}" for name in ("add", "make", "repeat")]
-    slow += ["deterministic=false", "actor_infer.strategy.max_running_requests=1", "rollout.prompts_per_step=6", "checkpoint.every=1"]
-    settings = ["tiny_grpo", *SETTINGS, *slow, "steps=2", "validation.every=0", f"rollout.supply={supply}", "checkpoint.resume=auto"]
+    slow += ["deterministic=false", "actor_infer.strategy.max_running_requests=1", "checkpoint.every=1"]
+    settings = [
+        "tiny_grpo",
+        *SETTINGS,
+        *slow,
+        f"rollout.prompts_per_step={prompts}",
+        "steps=2",
+        "validation.every=0",
+        f"rollout.supply={supply}",
+        "checkpoint.resume=auto",
+    ]
     continued = []
     for _ in range(3):
         with Run(tmp_path, *settings) as run:

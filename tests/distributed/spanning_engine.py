@@ -151,7 +151,7 @@ def main(make: str, folder: Path, role: str) -> None:
         engines = start_cluster(ClusterSpec(role, slots[:1]), InferWorker, spec, [[part]])
         started = time.monotonic()
         (told,) = engines.all(InferWorker.initialize)
-        assert told.nodes == {device.node for device in place.devices} and told == engines.one(InferWorker.place)
+        assert told.nodes == {device.node for device in place.devices.values()} and told == engines.one(InferWorker.place)
         print(f"started in {time.monotonic() - started:.1f} s", file=sys.stderr)
         assert greedy(engines, "before") == expected(load_hf(folder))
         update(engines, seed=3)
