@@ -79,6 +79,11 @@ class Sampling(Packed):
     keep_mask: bool = False
     """True if the engine also returns the token ids that survive top-p, top-k and min-p at each position."""
 
+    @property
+    def kernels(self) -> tuple[bool, ...]:
+        """Return what selects an engine's sampling kernels, which it may compile at the first use."""
+        return self.temperature == 0, self.top_p < 1, self.top_k > 0, self.min_p > 0, self.min_tokens > 0, self.keep_mask
+
 
 class TokenRow(NamedTuple):
     """Reference to a sample's tokens: a row of a token block, a table of many samples' tokens (workers/token_blocks.py)."""

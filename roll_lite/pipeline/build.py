@@ -139,6 +139,7 @@ def gpu_environment(
     of_tensor_ranks = isinstance(trainer.strategy, MegatronStrategyConfig) and trainer.strategy.tensor_parallel > 1
     if of_tensor_ranks and (CONNECTIONS in given or not set(accelerators) & set(BLACKWELL)):
         chosen[CONNECTIONS] = given.get(CONNECTIONS, "1")
+    chosen |= {name: given[name] for name in ALLOCATOR if name in given}
     if given.keys().isdisjoint(ALLOCATOR):
         pinned = ",pinned_max_cached_size_mb:16" if Version(version("torch")).release >= KNOWS_PINNED_SIZE else ""
         chosen[ALLOCATOR[0]] = f"expandable_segments:True{pinned}"

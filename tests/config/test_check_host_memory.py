@@ -66,9 +66,10 @@ def test_ranks_that_share_experts_hold_fewer_copies_of_them(project: Project, mo
     ("yaml", "expected"),
     [
         ("actor_infer: {offload: true, devices: 2, replicas_per_device: 2}", 0),  # an update follows: nothing is copied
-        ("actor_infer: {offload: true, devices: 2, replicas_per_device: 2}\nactor_train: {lora: {engines: adapter}}", 1000 * 4 * 2),
+        ("actor_infer: {offload: true, devices: 2, replicas_per_device: 2}\nactor_train: {lora: {engines: adapter}}", 1000 * 4 * 2 * 2),
         ("actor_infer: {devices: 2}\nactor_train: {lora: {engines: adapter}}", 0),
-        ("mode: rollout_only\nactor_infer: {offload: true, devices: 2, strategy: {tensor_parallel: 2}}", 1000 * 2),
+        ("mode: rollout_only\nactor_infer: {offload: true, devices: 2, strategy: {tensor_parallel: 2}}", 1000 * 2 * 2),
+        ("mode: rollout_only\nactor_infer: {offload: true, devices: 2, strategy: {name: sglang, tensor_parallel: 2}}", 1000 * 2),
     ],
 )
 @pytest.mark.usefixtures("counted")

@@ -78,8 +78,8 @@ def test_trainers_and_engines_have_the_nccl_settings_of_sglang(
     [
         ("2.13.0+cu130", {}, ALLOCATED),
         ("2.12.1", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ("2.14.1", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {}),
-        ("2.14.1", {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_cached_size_mb:64"}, {}),
+        ("2.14.1", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+        ("2.14.1", {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}),
     ],
 )
 def test_allocators_are_set_as_far_as_torch_can_and_the_user_has_not_decided(

@@ -18,9 +18,12 @@ from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.models import (
     FEED_FORWARD,
     ActorRoleConfig,
-    ForwardRoleConfig,
     InferRoleConfig,
+    JudgeServerConfig,
+    MegatronStrategyConfig,
+    RewardModelConfig,
     TrainRoleConfig,
+    VllmStrategyConfig,
 )
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import free_bytes
@@ -64,21 +67,24 @@ GIB = 1 << 30
 MOMENTS = 8
 HOST_STAGING_BYTES = 8
 """Bytes of host memory per weight for copies of weights and gradients, if the optimizer is on the host."""
+PINNED_ROUNDING = 2
+"""Factor of vLLM's copies of weights: torch rounds each pinned allocation up to a power of two."""
 
 
 def host_bytes(config: RunConfig) -> dict[str, int]:
     """Return {role: bytes of host memory}, over all nodes, for tensors that are kept in host memory or offloaded to it."""
     found: dict[str, int] = {}
     for name, role in roles(config).items():
-        if not isinstance(role, ForwardRoleConfig | InferRoleConfig):
+        if isinstance(role, JudgeServerConfig):
             continue
         ranks, per_shard, average = len(device_numbers(role.devices)), 0, 0
         if isinstance(role, InferRoleConfig):
             dtype, stays = infer_dtype(config), engine_offload(config) != "with_copy"
-            ranks *= role.replicas_per_device
-            expert_ranks = other_ranks = model_parallel_size(role)
+            ranks *= role.replicas_per_device * (PINNED_ROUNDING if isinstance(role.strategy, VllmStrategyConfig) else 1)
         else:
-            dtype, stays, strategy = config.model.dtype, not role.offload, role.strategy
+            dtype, stays = role.dtype if isinstance(role, RewardModelConfig) else config.model.dtype, not role.offload
+        expert_ranks = other_ranks = model_parallel_size(role)
+        if isinstance(strategy := role.strategy, MegatronStrategyConfig):
             expert_ranks = strategy.pipeline_parallel * strategy.expert_parallel * strategy.expert_tensor_parallel
             other_ranks = strategy.pipeline_parallel * strategy.tensor_parallel
         per_weight = 0 if stays else 2 if dtype == "bfloat16" else 4
@@ -86,6 +92,8 @@ def host_bytes(config: RunConfig) -> dict[str, int]:
             on_device = (4 if dtype == "bfloat16" else 0) + (0 if role.optimizer.on_host else MOMENTS)
             per_shard = (0 if stays else on_device) + (MOMENTS + HOST_STAGING_BYTES if role.optimizer.on_host else 0)
             average = 4 if isinstance(role, ActorRoleConfig) and role.ema is not None else 0
+        if isinstance(role, RewardModelConfig) and stays:
+            continue  # its model may be of a kind that only transformers knows
         for count, sharing in zip(weight_counts(model_folder(config, role)), (expert_ranks, other_ranks), strict=True):
             copies = ranks // sharing
             shards = 1 if getattr(role.strategy, "distributed_optimizer", True) else copies

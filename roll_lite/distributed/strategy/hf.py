@@ -8,6 +8,7 @@ import torch
 from roll_lite.data.microbatch import MicroBatchPlan, MicroBatchPlanner, padded
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec, RankLayout, StateGroup, take_local_device
+from roll_lite.distributed.strategy.offload import StateMover
 
 OUTPUTS = ["final_value"]
 
@@ -38,6 +39,9 @@ class HfRewardStrategy(ForwardStrategy):
         if model.config.num_labels != 1:
             raise ValueError(f"{self._key}: {self._path} has {model.config.num_labels} labels; a reward model has one output")
         self._model = model.eval().requires_grad_(False).to(self.device)
+        if self.device.type == "cpu":  # weights of a mapped file cannot be freed
+            self._model.load_state_dict({name: tensor.clone() for name, tensor in self._model.state_dict().items()}, assign=True)
+        self._mover = StateMover([self._model], None, self.device)
 
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
         return MicroBatchPlan.of(lengths, planner)
@@ -46,6 +50,7 @@ class HfRewardStrategy(ForwardStrategy):
         """Return final_value: the score at each row's last token."""
         if list(outputs) != OUTPUTS:
             raise ValueError(f"outputs {list(outputs)}: a reward model has {', '.join(OUTPUTS)}")
+        self._mover.require(StateGroup.WEIGHTS)
         tokens = batch.select(["input_ids"])
         with torch.inference_mode():
             scores = [
@@ -74,13 +79,7 @@ class HfRewardStrategy(ForwardStrategy):
         return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
     def load(self, groups: Iterable[StateGroup]) -> dict[str, int]:
-        if StateGroup.WEIGHTS in set(groups):
-            self._model.to(self.device)
-        return {}
+        return self._mover.load({StateGroup.WEIGHTS} & set(groups))
 
     def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
-        if StateGroup.WEIGHTS in set(groups):
-            self._model.to("cpu")
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-        return {}
+        return self._mover.offload({StateGroup.WEIGHTS} & set(groups))

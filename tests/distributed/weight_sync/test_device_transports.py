@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -19,7 +19,7 @@ import torch
 from transfer_members import Members, assert_equal, fresh, half, make_plan, receive_all, send_all
 
 from roll_lite.distributed.strategy.base import TrainStrategy
-from roll_lite.distributed.weight_sync import memory
+from roll_lite.distributed.weight_sync import memory, transport
 from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, BroadcastSender, Wire, connect_gloo, connect_nccl
 from roll_lite.distributed.weight_sync.endpoints import SIDE_BY_SIDE, TRANSPORTS, WeightSender, link, split_by_transport, transport_of
 from roll_lite.distributed.weight_sync.group import (
@@ -120,6 +120,36 @@ def test_weights_through_exported_memory() -> None:
         for copy in members.update(state).values():
             assert_equal(copy, state)
     assert sorted(OPENED) == sorted(set(OPENED)) == sorted(EXPORTED), "an export has one reader, who opens it once"
+    members.close()
+
+
+@pytest.mark.usefixtures("exports")
+def test_others_hear_of_memory_only_once_the_device_is_done_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU needs no wait, and without one a GPU would send half a bucket: the order is recorded, thread by thread."""
+    told: dict[int, list[str]] = defaultdict(list)
+
+    def recorded(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            told[threading.get_ident()].append(arguments[3] if name == "announce" else name)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(transport, "flatten", recorded("write", transport.flatten))
+    monkeypatch.setattr(transport, "wait_for_device", recorded("wait", transport.wait_for_device))
+    monkeypatch.setattr(TransferGroup, "announce", recorded("announce", TransferGroup.announce))
+    plan, state = make_plan(owners=1, engines={0: 1}, buckets=3)
+    members = Members(plan, transport="cuda_ipc", homes=on_gpus("a", "a"))
+    (sender,), (receiver,) = members.halves("trainer"), members.halves("engine")
+    sending = members.pool.submit(send_all, sender, plan, state)
+    for route in plan.routes:
+        receiver.receive(route)
+        receiver.release()
+    sending.result(10)
+    received = told.pop(threading.get_ident())
+    (sent,) = told.values()
+    assert sent == ["write", "wait", "here"] * 3
+    assert [one for one, after in pairwise([*received, ""]) if after == "done"] == ["wait"] * 3
     members.close()
 
 

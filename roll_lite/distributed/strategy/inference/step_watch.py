@@ -6,7 +6,7 @@ compilation.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -18,13 +18,12 @@ AUTO_CPU_S = 300.0
 """Limit for "auto" on a CPU, where a step may be long: vLLM never splits a prompt."""
 ASK_S = 1.0
 LISTEN_S = 0.25
-# In-process compilation is not detected, but is shorter.
 LATE = 0.5
 """Fraction of the limit after which the watch checks for running compilers. Compilation time does not count."""
 SLOWER = 4.0
 """Minimum ratio of the limit to the longest step so far."""
 FIRST_STEPS = 40.0
-"""Factor of the limit until the first response has ended, because kernels are compiled until then."""
+"""Factor of the limit while kernels may be compiled in-process: until the first response of each kind of sampling has ended."""
 
 
 def step_limit(setting: float | str | None) -> float | None:
@@ -44,13 +43,19 @@ class StepWatch(Heartbeat):
         self._answer = answer
         self._is_compiling = is_compiling
         self._longest_s = 0.0
-        self._has_responded = False
+        self._begun: set[Hashable] = set()
+        self._responded: set[Hashable] = set()
         self._suspended = 0
 
-    def responded(self) -> None:
+    def begin(self, kernels: Hashable) -> None:
+        """Record that a request begins. `kernels`: what selects the kernels of its sampling."""
+        self._begun.add(kernels)
+
+    def responded(self, kernels: Hashable) -> None:
         """Record that a response has ended. The first time, forget the longest step, which included compilation."""
-        if not self._has_responded:
-            self._has_responded, self._longest_s = True, 0.0
+        if kernels not in self._responded:
+            self._responded.add(kernels)
+            self._longest_s = 0.0
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -63,7 +68,7 @@ class StepWatch(Heartbeat):
 
     async def until_stuck(self) -> str:
         limit_s = await self.until_silent()
-        longest = f"the longest before took {self._longest_s:.1f} s" if self._has_responded else "no response has ended yet"
+        longest = f"the longest before took {self._longest_s:.1f} s" if self._responded else "no response has ended yet"
         return f"no step has ended for {limit_s:g} s, {longest} (limits.engine_step)"
 
     async def _step(self) -> None:
@@ -84,4 +89,5 @@ class StepWatch(Heartbeat):
         limit_s = super().limit()
         if limit_s is None:
             return None
-        return max(limit_s if self._has_responded else FIRST_STEPS * limit_s, SLOWER * self._longest_s)
+        compiles = not self._responded or not self._begun <= self._responded
+        return max(FIRST_STEPS * limit_s if compiles else limit_s, SLOWER * self._longest_s)

@@ -107,8 +107,9 @@ class EngineStrategy(InferenceStrategy):
             if flight.aborted:
                 return Completion(request.request_id, finish_reason=FinishReason.ABORT)
             flight.entered, flight.version = True, self.life.version
+            self._steps.begin(kernels := request.sampling.kernels)
             completion = await self.make.run(flight)
-            self._steps.responded()
+            self._steps.responded(kernels)
             return completion
         except asyncio.CancelledError:
             if self.life.failure is None:  # cancelled by the caller

@@ -27,8 +27,14 @@ ROTARY_STEP = 256
 """Rotary embedding lengths are multiples of this number, so that Megatron caches only a few."""
 
 
+COMPILED_VARIANTS = 64
+"""Limit of torch.compile, beyond which a fused activation runs uncompiled. Single experts see 0, 1 and many tokens, with and without
+gradients: torch's own 8 are not enough."""
+
+
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
-    on_gpu = torch.cuda.is_available()
+    if on_gpu := torch.cuda.is_available():
+        torch._dynamo.config.recompile_limit = COMPILED_VARIANTS
     return TransformerConfig(
         num_layers=hf.layers,
         hidden_size=hf.hidden,

@@ -53,10 +53,10 @@ from roll_lite.distributed.strategy.megatron.layers import chosen_parts
 from roll_lite.distributed.strategy.megatron.lora import Adapters
 from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
 from roll_lite.distributed.strategy.megatron.model_io import KEPT, TEMPERATURE, ModelInput, check_outputs, model_inputs, outputs_of, to_host
-from roll_lite.distributed.strategy.megatron.offload import StateMover, memory_of
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.parallel import join_groups, layout_multiples
 from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, collect_routes
+from roll_lite.distributed.strategy.offload import StateMover, memory_of
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
 from roll_lite.distributed.weight_sync.update import checksum
 from roll_lite.models.adapter_files import adapter_config, adapter_shapes

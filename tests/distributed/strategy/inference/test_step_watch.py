@@ -38,8 +38,10 @@ def stuck_after(
     watched_s: float = 1000.0,
     warm: float | None = 0.0,
     compiles: tuple[float, float] = (-1.0, -1.0),
+    other: tuple[float, float] | None = None,
 ) -> tuple[float, str] | None:
-    """`warm`: when the first response ends. `compiles`: from when to when a compiler runs."""
+    """`warm`: when the first response ends. `compiles`: from when to when a compiler runs. `other`: when the first request of another kind
+    of sampling begins, and when its response ends."""
 
     async def main() -> tuple[float, str] | None:
         loop = asyncio.get_running_loop()
@@ -50,7 +52,10 @@ def stuck_after(
 
         watch = StepWatch(ask, limit_s, lambda: compiles[0] <= loop.time() <= compiles[1])
         if warm is not None:
-            loop.call_later(warm, watch.responded)
+            loop.call_later(warm, watch.responded, "plain")
+        if other is not None:
+            loop.call_later(other[0], watch.begin, "top_p")
+            loop.call_later(other[1], watch.responded, "top_p")
         try:
             async with asyncio.timeout(watched_s):
                 return await watch.until_stuck(), loop.time()
@@ -102,6 +107,19 @@ def test_while_a_compiler_runs_for_it_a_step_may_take_longer() -> None:
     assert stuck_after(lambda asked: 0.01 if asked < 100.0 else None, compiles=(120.0, 160.0))[0] < 110.0  # type: ignore[index]
 
 
+def test_the_first_response_of_another_kind_of_sampling_may_compile_kernels_too() -> None:
+    """As top_p in a validation: no compiler's process shows it. A later hang is found as soon as any other."""
+
+    def steps(asked: float) -> float | None:
+        return None if asked > 200.0 else 60.0 if 100.0 < asked < 102.0 else 0.01
+
+    assert stuck_after(steps)[0] < 110.0  # type: ignore[index]
+    found = stuck_after(steps, other=(100.0, 170.0))
+    assert found is not None and found[0] - 200.0 < 10.0
+    begun = stuck_after(lambda asked: 0.01 if asked < 100.0 else None, other=(90.0, 900.0))
+    assert begun is not None and 280.0 < begun[0] - 100.0 < 282.0
+
+
 def test_compilers_are_known_among_the_processes_of_an_engine(tmp_path: Path) -> None:
     compiler = tmp_path / "ptxas"
     shutil.copy(shutil.which("sleep") or "", compiler)
@@ -136,7 +154,7 @@ def test_what_it_was_asked_to_do_beside_its_steps_takes_as_long_as_it_takes() ->
     async def main() -> tuple[str, float]:
         loop = asyncio.get_running_loop()
         watch = StepWatch(loop.create_future, 7.0)
-        watch.responded()
+        watch.responded("plain")
         watching = asyncio.create_task(watch.until_stuck())
         with watch.suspended():
             await asyncio.sleep(600.0)
@@ -154,7 +172,7 @@ def test_of_the_calls_of_an_engine_only_a_pause_is_as_short_as_a_step(what: str)
 
     async def main() -> str | None:
         engine = Engine(step_s=7.0)
-        engine._steps.responded()
+        engine._steps.responded("plain")
         watching = asyncio.create_task(engine._watch_steps())
         await engine.begin_weight_update([A, B])
         await asyncio.sleep(0.5)
@@ -227,7 +245,7 @@ class Strategy(EngineStrategy):
         super().__init__(make, EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(), max_model_len=1000, step_s=7.0))
         self._vocabulary = 200
         self.life.start()
-        self._steps.responded()
+        self._steps.responded(Sampling(1.0, 1).kernels)
 
 
 def test_what_a_hanging_engine_was_generating_goes_on_elsewhere_with_its_tokens() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +17,9 @@ from test_megatron_oracle import check_forward, check_gradients
 from roll_lite.data.microbatch import TokenBudget
 from roll_lite.distributed.strategy.megatron import layers
 from roll_lite.distributed.strategy.megatron.experts import _GroupedProduct
+from roll_lite.distributed.strategy.megatron.model import COMPILED_VARIANTS
 
+from megatron.core.fusions import fused_bias_swiglu  # isort: skip  (roll_lite prepares it)
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl  # isort: skip  (roll_lite prepares it)
 
 
@@ -53,6 +56,21 @@ def test_fused_swiglu_is_the_same_function(dtype: torch.dtype, tolerance: float,
         assert [each.dtype for each in found] == [dtype, dtype, torch.float32][: len(found)] and len(found) == len(exact)
         for ours, expected in zip(found, exact, strict=True):
             assert float((ours.float() - expected).norm()) <= tolerance * float(expected.norm())
+
+
+def test_fused_swiglu_stays_compiled_for_any_number_of_tokens() -> None:
+    """Traced as on GPUs, for single experts and dense layers, with and without gradients of input and router."""
+    names = ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")
+    functions = {name: torch.compile(getattr(fused_bias_swiglu, name), backend="aot_eager") for name in names}
+    limits = {"recompile_limit": COMPILED_VARIANTS, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limits), patch.multiple(fused_bias_swiglu, **functions):  # type: ignore[attr-defined]
+        for count, with_gradient, of_router in product((7, 1, 0, 2, *range(3, 20)), (False, True), (False, True)):
+            x = torch.randn(count, 16, requires_grad=with_gradient)
+            weights = torch.rand(count, 1, requires_grad=with_gradient and of_router)
+            with torch.set_grad_enabled(with_gradient):
+                for value in (fused(x[:, None] if count else x, None), fused(x, weights)):
+                    if with_gradient:
+                        value.sum().backward()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])

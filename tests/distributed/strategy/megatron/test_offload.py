@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from late_device import LateDevice
 
 from roll_lite.distributed.strategy.base import StateGroup
-from roll_lite.distributed.strategy.megatron.offload import StateMover
-from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
+from roll_lite.distributed.strategy.megatron.optimizer import HostStep, Optimizer
+from roll_lite.distributed.strategy.offload import StateMover
 
 WEIGHTS, GRADIENTS, OPTIMIZER = StateGroup
 WIDTH = 256
@@ -102,6 +103,46 @@ def test_only_what_was_written_to_is_copied_again_and_into_the_same_memory(devic
     role.adam.load_state_dict(role.adam.state_dict())
     role.adam.state = type(role.adam.state)(dict, {key: {n: t.clone() for n, t in own.items()} for key, own in role.adam.state.items()})
     assert copied() == role.bytes(OPTIMIZER), "other storages than before"
+
+
+def test_copies_wait_for_computation_and_computation_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are still being written are copied when they are, and memory is given back when they are copied."""
+    late = LateDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: late)
+    role = Role("cpu")
+    weight = role.layers[0].weight
+    for value in (1.0, 2.0):
+        role.mover.require_to_write(WEIGHTS)
+        with late.stream(late.main):
+            weight.fill_(value)
+        role.mover.offload([WEIGHTS])
+        role.mover.load([WEIGHTS])
+        assert role.mover._stream.queued, "the load goes on in the background"  # type: ignore[attr-defined]
+        role.mover.require(WEIGHTS)
+        assert bool((weight == value).all())
+    role.mover.offload([WEIGHTS])
+    with late.stream(late.main):  # what is loaded may get memory that queued work still writes to
+        weight.new_empty(1).fill_(0.0)
+    role.mover.load([WEIGHTS])
+    assert not late.main.queued
+
+
+def test_a_step_on_the_host_waits_for_gradients_and_the_next_pass_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = LateDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: late)
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    on_host, plain = (torch.optim.AdamW([weight], lr=0.1) for weight in weights)
+    step = HostStep(on_host, torch.device("cpu"))
+    on_host.state[weights[0]]["step"] = torch.tensor(0.0)
+    for weight in weights:
+        weight.grad = torch.zeros(4)
+    for value in (1.0, -3.0):
+        weights[1].grad.fill_(value)  # type: ignore[union-attr]
+        plain.step()
+        with late.stream(late.main):
+            weights[0].grad.fill_(value)  # type: ignore[union-attr]
+        step()
+        assert torch.allclose(*weights)
 
 
 @pytest.mark.gpu

@@ -154,11 +154,11 @@ class RolloutSampler(Sampler):
         """Sample tokens. Afterwards `probs` holds the distribution for SGLang's log-probs: truncated, or whole for greedy requests."""
         if simple_sampling_case:
             return super()._sample_from_probs(probs, sampling_info, positions, True)
-        greedy = sampling_info.top_ks == _GREEDY_TOP_K
-        whole = probs[greedy]
+        whole = probs.clone()
         truncate_(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
         sampled = super()._sample_from_probs(probs, sampling_info, positions, True)
-        probs[greedy] = whole  # greedy requests report log-probs under the whole distribution, as in an all-greedy batch
+        # Greedy requests report log-probs under the whole distribution, as in an all-greedy batch. An index by a mask would stall the host.
+        torch.where(sampling_info.top_ks[:, None] == _GREEDY_TOP_K, whole, probs, out=probs)
         return sampled
 
 

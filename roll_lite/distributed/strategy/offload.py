@@ -9,12 +9,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from roll_lite.distributed.strategy.base import StateGroup
-from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
+
+
+class OptimizerState(Protocol):
+    on_host: bool
+
+    def tensors(self, with_moments: bool) -> Iterator[torch.Tensor]: ...
 
 
 @dataclass
@@ -28,7 +33,7 @@ class HostCopy:
 
 
 class StateMover:
-    def __init__(self, chunks: list[Any], optimizer: Optimizer | None, device: torch.device) -> None:
+    def __init__(self, chunks: list[Any], optimizer: OptimizerState | None, device: torch.device) -> None:
         self._chunks = chunks
         self._optimizer = optimizer
         self._device_type = device.type
