@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -161,4 +162,23 @@ def test_a_lost_trainers_node_is_waited_for(hosts: Hosts, copies: int) -> None:
     run.until(lambda: run.says("actor_train is back at step"))
     assert run.says(r"lost in load_copy: Object\w+Error.* starts again from step \d+, and") == bool(copies)
     run.trains(2)
+    run.ends()
+
+
+@pytest.mark.usefixtures("signals_arrive")
+def test_an_engine_on_a_node_that_is_back_with_another_model_does_not_serve(hosts: Hosts) -> None:
+    for folder in (hosts.apart, hosts.apart_there):
+        shutil.copytree(ROOT / "examples/models/tiny", folder / "model")
+    run = HostedRun(hosts, *ENGINES_APART, f"model.path={hosts.apart / 'model'}", "actor_infer.restarts=1")
+    run.until(lambda: run.steps >= 2)
+    hosts.kill(2)
+    run.until(lambda: run.says(rf"actor_infer\[1\] on {hosts.addresses[2]} is lost"))
+    with (hosts.apart_there / "model" / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, 2)
+        weights.write(b"?")
+    hosts.start(2)
+    differs = rf"model\.path: {hosts.apart / 'model'} on node {hosts.addresses[2]}, where actor_infer loads it, is not what it is on"
+    run.until(lambda: run.says(rf"actor_infer\[1\].* is not started again: .*{differs}"))
+    run.trains(2)
+    assert not run.says(RETURNED)
     run.ends()
