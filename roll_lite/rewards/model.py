@@ -27,10 +27,6 @@ def _is_text(text: str) -> str:
     return text
 
 
-def _is_template(template: str) -> str:
-    return template if template == CHAT else checked_template(template)
-
-
 class ModelReward(RewardType):
     """Score a response with the sequence-classification model `reward_models.<model>`. If the text is longer than the model's max_length,
     the score is 0. If the model's outputs may be negative, use `scale: sigmoid`; otherwise a bad response may score below one that is too
@@ -55,7 +51,7 @@ class ModelReward(RewardType):
 
     model: str
     """Name in the section `reward_models`."""
-    template: Annotated[str, AfterValidator(_is_template)] = "{prompt}{response}"
+    template: Annotated[str, AfterValidator(lambda text: text if text == CHAT else checked_template(text))] = "{prompt}{response}"
     """Text that the model reads, or `chat`. {prompt} is the policy's input with its template applied, {question} the prompt as in the data,
     {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a data column.
     `chat` applies the reward model's chat template to `question` (user) and the response (assistant)."""

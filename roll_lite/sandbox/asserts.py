@@ -186,19 +186,19 @@ def import_modules(statements: list[str]) -> None:
 
 def _error(answer: dict[str, Any]) -> Exception:
     """Recreate the program's exception, as the first class of its MRO that exists in this process."""
-    kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
+    kind: type[Exception] = RuntimeError
+    for name in map(str, answer["error"]):
+        module, _, plain = name.rpartition(".")
+        found = getattr(sys.modules.get(module), plain, None) if module.partition(".")[0] not in ("unittest", "_pytest") else None
+        if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, CONTROL):
+            kind = found
+            break
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)
     if str(error) != text:
         kind = type(kind.__name__, (kind,), {"__str__": lambda self: text})
         error = kind.__new__(kind, *args)
     return error
-
-
-def _known_kind(name: str) -> type[Exception] | None:
-    module, _, plain = name.rpartition(".")
-    kind = getattr(sys.modules.get(module), plain, None) if module.partition(".")[0] not in ("unittest", "_pytest") else None
-    return kind if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, CONTROL) else None
 
 
 # ---------------------------------------------------------------- a test, on either side
@@ -222,7 +222,8 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
             loaded, operators = Loaded().add(LOADED.modules), Operators(known, failed, test["source"])
         exec(compile(tree, "tests.py", "exec", dont_inherit=True), known)
     except SystemExit as end:
-        if inside and not _is_left_by(known, end):
+        *_, (frame, _) = traceback.walk_tb(end.__traceback__)
+        if inside and frame.f_globals is not known:
             wrong = "the program ended the test: SystemExit"
         elif end.code not in (None, 0, False):
             wrong = f"SystemExit: {end.code}"
@@ -231,11 +232,6 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
     if loaded and operators and (replaced := (operators.end() | loaded.put_back()) - replaced_by(test["source"])):
         failed.append(f"the program replaced {', '.join(sorted(replaced))} of a module or class")
     return wrong or (failed[0] if failed else "")
-
-
-def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
-    *_, (frame, _) = traceback.walk_tb(end.__traceback__)
-    return frame.f_globals is tests
 
 
 def run_test_classes(names: dict[str, Any]) -> None:

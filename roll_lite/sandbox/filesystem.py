@@ -50,7 +50,10 @@ WORK = "/sandbox"
 
 def readable_paths(more: Iterable[str]) -> list[str]:
     hidden, kept = hidden_paths(more), list[str]()
-    for path in sorted({*_interpreter(), *more}):
+    prefixes = map(os.path.realpath, (sys.base_prefix, sys.base_exec_prefix))
+    found = [f"{prefix}/{name}" for prefix in prefixes for name in ("bin", "lib", "lib64")]
+    interpreter = [os.path.dirname(os.path.realpath(os.__file__)), *filter(os.path.isdir, found)]  # noqa: PTH120
+    for path in sorted({*interpreter, *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
             kept.append(path)
     return kept
@@ -61,11 +64,6 @@ def hidden_paths(more: Iterable[str]) -> list[str]:
     found = {os.path.realpath(f"{library}/{name}") for library in libraries for name in PACKAGES}
     asked = [os.path.realpath(path) for path in more]
     return sorted(path for path in found if os.path.isdir(path) and not _below(path, asked))  # noqa: PTH112
-
-
-def _interpreter() -> list[str]:
-    found = [f"{os.path.realpath(prefix)}/{name}" for prefix in (sys.base_prefix, sys.base_exec_prefix) for name in ("bin", "lib", "lib64")]
-    return [os.path.dirname(os.path.realpath(os.__file__)), *(path for path in found if os.path.isdir(path))]  # noqa: PTH112, PTH120
 
 
 def _below(path: str, others: Iterable[str]) -> bool:

@@ -34,6 +34,7 @@ OF_ARRAYS = ("__array_ufunc__", "__array_function__")
 """Methods by which a class replaces numpy functions for its objects."""
 OPERATORS = {*RICH, *(f"__{kind}{name}__" for name in ARITHMETIC for kind in ("", "r", "i")), *OF_ARRAYS, "__array_wrap__"}
 SEES_PLAIN = "an operator of the program's class would see the plain value that is expected of it"
+SWALLOWED = "a context manager of the program swallowed the rest of its block"
 OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
 PLAIN_CONTAINERS = (list, tuple, set, frozenset, dict)
 DEEPEST = 20
@@ -54,12 +55,13 @@ def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module
         "__builtins__": BUILTINS,
         "__compare__": compare,
         "__seen__": guard_value,
-        "__named__": guard_named_value,
+        # A value that a test reads from a variable or by subscript. Items of containers are guarded when they are read.
+        "__named__": lambda value: value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value),
         "__minus__": minus,
         "__true__": lambda one: one is not NotImplemented and one,
         "__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300]),
         "__reached__": set(),
-        "__all_reached__": functools.partial(_all_reached, failed),
+        "__all_reached__": lambda reached, line: failed.extend([] if line in reached else [f"{SWALLOWED}, line {line} of the tests"]),
         **{f"__{name}__": one for name, one in CALLING.items()},
     }
     if "unittest" in source:
@@ -128,26 +130,17 @@ def _call(node: Any, name: str, *args: Any) -> ast.Call:
     return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(args), []), node)
 
 
-def _map(function: Callable[..., Any], *items: Any) -> Iterator[Any]:
-    return (function(*one) for one in zip(*items, strict=False))
-
-
-def _filter(function: Callable[..., Any] | None, items: Any) -> Iterator[Any]:
-    return (one for one in items if (function(one) if function else one))
-
-
 def _iter(first: Any, *last: Any) -> Iterator[Any]:
     calls = (first() for _ in itertools.count())
     return itertools.takewhile(lambda one: not _compared("Eq", one, last[0]), calls) if last else iter(first)
 
 
-CALLING = {"map": _map, "filter": _filter, "iter": _iter}
+CALLING: dict[str, Callable[..., Any]] = {
+    "map": lambda function, *items: (function(*one) for one in zip(*items, strict=False)),
+    "filter": lambda function, items: (one for one in items if (function(one) if function else one)),
+    "iter": _iter,
+}
 """Generators in place of builtins that call functions. A function's StopIteration is then an error (PEP 479), not the end of a loop."""
-
-
-def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
-    if line not in reached:
-        failed.append(f"a context manager of the program swallowed the rest of its block, line {line} of the tests")
 
 
 def _guard_unittest(failed: list[str]) -> None:
@@ -197,7 +190,7 @@ def _compared(kind: str, first: Any, second: Any) -> Any:
     if type(result) is not bool:
         raise AssertionError(f"a comparison of the program's gave a {type(result).__name__}")
     if kind in ("Eq", "NotEq") and result == (kind == "Eq"):
-        return (_state(first) == _state(second)) == result
+        return (_without_order(_held(first)) == _without_order(_held(second))) == result
     return result
 
 
@@ -251,12 +244,6 @@ def guard_value(value: Any) -> Any:
             if id(one) not in LOADED.classes:
                 guard_class(one)
     return value
-
-
-def guard_named_value(value: Any) -> Any:
-    """Guard and return a value that a test reads from a variable or by subscript. Skip values of classes that were loaded before the
-    program; items of containers are guarded by `guard_value`."""
-    return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value)
 
 
 def minus(one: Any, other: Any) -> Any:
@@ -370,11 +357,7 @@ def _has_own_comparison(value: Any, depth: int = 0) -> bool:
     return any(not HELD_BY(kind).keys().isdisjoint(RICH) for kind in own)
 
 
-def _state(value: Any) -> Any:
-    return _without_order(_held(value, ()))
-
-
-def _held(value: Any, above: tuple[int, ...]) -> Any:
+def _held(value: Any, above: tuple[int, ...] = ()) -> Any:
     def refer(one: Any) -> Any:
         if id(type(one)) in LOADED.classes and not callable(one):
             return one

@@ -31,7 +31,7 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
 NAMED = {kind.__name__: kind for kind in STANDARD}
 FIRST_ARGUMENT_TYPE = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
 """{type name: required type of the first argument}. A number as first argument could make a huge object."""
-ARGUMENT_TYPE = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
+ARGUMENT_TYPE: dict[str, Any] = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
 """{type name: required type of all arguments}. Other types are refused, because decoding could compute Fraction("1e99999999")."""
 LONGEST_NUMBER = 10_000
 SAME_HASH = 100
@@ -138,7 +138,7 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         if type(args[0]) is not FIRST_ARGUMENT_TYPE.get(name, type(args[0])):
             raise TypeError(f"{name} of {type(args[0]).__name__}")
         part = ARGUMENT_TYPE.get(name)
-        if part and not all(type(one) is part and _digits(one) <= LONGEST_NUMBER for one in args):
+        if part and not all(type(one) is part and (len(one) if part is str else one.bit_length() // 3) <= LONGEST_NUMBER for one in args):
             raise TypeError(f"{name} of other than {part.__name__}, or of too long ones")
         if name == "OrderedDict":
             _spread([key for key, _ in args[0]])
@@ -156,10 +156,6 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         "a": lambda array: decode(array[1], find),
     }
     return read[kind](inner)
-
-
-def _digits(number: Any) -> int:
-    return len(number) if isinstance(number, str) else number.bit_length() // 3
 
 
 def _spread(items: list[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import base64
 import io
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache, lru_cache
 from pathlib import Path
@@ -79,7 +79,11 @@ class RemoteSandbox:
         try:
             found = (answer.get("files") or {}).get("outcome.json")
             if found:
-                return _outcome(json.loads(base64.b64decode(found)))
+                data = json.loads(base64.b64decode(found))
+                packed: dict[str, Any] = {name: base64.b64decode(data[name]) for name in ("stdout", "stderr", "result")}
+                return Outcome(
+                    int(data["exit"]), str(data["stopped"]), seconds=float(data["seconds"]), cpu_s=float(data["cpu_s"]), **packed
+                )
             run = answer.get("run_result") or {}
             said = (run.get("stderr") or "").strip().rpartition("\n")[2] or answer.get("message") or run.get("status") or answer["status"]
             return SandboxTrouble(f"{url}: SandboxFusion left no outcome: {said:.300}", bool(run))  # the program may be the cause
@@ -89,7 +93,8 @@ class RemoteSandbox:
 
 def request_of(job: Program | Pair) -> dict[str, Any]:
     parts = [job.program, job.tests] if isinstance(job, Pair) else [job]
-    files = {"job.json": json.dumps([*map(_plain, parts)]).encode(), "harness.zip": _harness()}
+    plain = [asdict(part) | {"stdin": _packed(part.stdin), "artifact": _packed(part.artifact)} for part in parts]
+    files = {"job.json": json.dumps(plain).encode(), "harness.zip": _harness()}
     return {
         "language": "python",
         "code": CODE,
@@ -97,15 +102,6 @@ def request_of(job: Program | Pair) -> dict[str, Any]:
         "files": {name: _packed(content) for name, content in files.items()},
         "fetch_files": ["outcome.json"],
     }
-
-
-def _plain(program: Program) -> dict[str, Any]:
-    return asdict(program) | {"stdin": _packed(program.stdin), "artifact": _packed(program.artifact)}
-
-
-def _outcome(data: Mapping[str, Any]) -> Outcome:
-    packed: dict[str, Any] = {name: base64.b64decode(data[name]) for name in ("stdout", "stderr", "result")}
-    return Outcome(int(data["exit"]), str(data["stopped"]), seconds=float(data["seconds"]), cpu_s=float(data["cpu_s"]), **packed)
 
 
 def _packed(content: bytes) -> str:
