@@ -327,19 +327,16 @@ class Player:
         except (Exception, asyncio.CancelledError, SystemExit) as error:  # process edge: what user code raises is recorded as a failure
             if policy.cancelled:
                 return
-            expired = isinstance(error, TimeoutError) and policy.timer is not None and policy.timer.expired()
-            cause = f"it took longer than {limit_s:g} s (turn_timeout_s) to answer a response" if expired else _describe(error)
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            cause = f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+            if isinstance(error, TimeoutError) and policy.timer is not None and policy.timer.expired():
+                cause = f"it took longer than {limit_s:g} s (turn_timeout_s) to answer a response"
             refusal = f"a request was refused ({policy.refusal:.{LONGEST_REFUSAL}}), then: " if policy.refusal else ""
             self._emit(Failed(order.episode, refusal + cause))
 
     def _forget(self, episode: int, task: asyncio.Task[None]) -> None:
         if self._tasks[episode] is task:  # else the number is already used again
             del self._policies[episode], self._tasks[episode]
-
-
-def _describe(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 
 
 # ---------------------------------------------------------------- the user's functions and classes
@@ -401,7 +398,11 @@ def play_class(cls: Callable[..., Any], args: dict[str, Any], call: Calls) -> Ep
             first = await call(environment.reset, task)
             message = await policy.respond(task.messages if first is None else first)
             while True:
-                step = Step(*_fields(await call(environment.step, message)))
+                answer = await call(environment.step, message)
+                answer = (answer,) if isinstance(answer, str) else answer
+                if not isinstance(answer, tuple) or not 1 <= len(answer) <= len(Step._fields):
+                    raise ValueError(f"step returned {answer!r:.80}; expected a Step, or a tuple (messages, reward, done)")
+                step = Step(*answer)
                 policy.reward(step.reward)
                 if step.correct is not None:
                     policy.correct = step.correct
@@ -415,11 +416,3 @@ def play_class(cls: Callable[..., Any], args: dict[str, Any], call: Calls) -> Ep
                 await call(environment.close)
 
     return play
-
-
-def _fields(answer: Any) -> tuple[Any, ...]:
-    if isinstance(answer, str):
-        return (answer,)
-    if not isinstance(answer, tuple) or not 1 <= len(answer) <= len(Step._fields):
-        raise ValueError(f"step returned {answer!r:.80}; expected a Step, or a tuple (messages, reward, done)")
-    return answer

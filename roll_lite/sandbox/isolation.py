@@ -103,7 +103,7 @@ def _trouble_with(change: Callable[[], None]) -> str:
 def _namespaces(readable: Sequence[str]) -> Isolation:
     uid, gid = os.getuid(), os.getgid()
     own_users = True
-    if _is_root_of_machine() or (uid == 0 and _works(_change_user)):
+    if _is_root_of_machine() or (uid == 0 and not _trouble_with(_change_user)):
         kernel.unshare(kernel.CLONE_NEWNS)
         filesystem.build_root(readable)
         own_users = _become_nobody()
@@ -132,7 +132,7 @@ def _is_root_of_machine() -> bool:
 def _become_nobody() -> bool:
     """Become user NOBODY in a new user namespace. Return False if user namespaces are impossible, so that programs must start under another
     user id; PermissionError if this is forbidden too."""
-    if not _works(_as_nobody):
+    if _trouble_with(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
         kernel.unshare(OTHERS)
@@ -141,12 +141,8 @@ def _become_nobody() -> bool:
     return True
 
 
-def _works(change: Callable[[], None]) -> bool:
-    return not _trouble_with(change)
-
-
 def _may_use_another_user() -> bool:
-    return kernel.has_capabilities(kernel.FOR_ANOTHER_USER) and _works(_change_user)
+    return kernel.has_capabilities(kernel.FOR_ANOTHER_USER) and not _trouble_with(_change_user)
 
 
 def _change_user(user: int = NOBODY) -> None:
@@ -180,7 +176,7 @@ def _without_namespaces(why_not: list[str], wanted: str) -> Isolation:
     abi = landlock_abi()
     if os.getuid() == 0 and _may_use_another_user():
         own = FIRST_OF_OWN + os.getpid()
-        isolation.user = own if _works(lambda: _change_user(own)) else NOBODY
+        isolation.user = NOBODY if _trouble_with(lambda: _change_user(own)) else own
         isolation.held["users"] = f"user {isolation.user}, no capability but to read what landlock shows"
     elif os.getuid() == 0:
         why_not.append(f"users: this root may not start, kill and clean up after processes of user {NOBODY}")
