@@ -125,27 +125,24 @@ class _Walker:
     def _one_of(self, variants: list[type[Section]], value: Any, path: Path, default: Any = None) -> Section | _Invalid:
         if len(variants) == 1:
             return self.section(variants[0], value, path)
-        chosen = self._variant(variants, value, path, default)
-        return self.section(chosen, {"name": discriminator_of(chosen), **value}, path) if chosen is not None else _INVALID
-
-    def _variant(self, variants: list[type[Section]], value: Any, path: Path, default: Any) -> type[Section] | None:
         by_name = {discriminator_of(variant): variant for variant in variants}
         own = by_name.pop(DOTTED_PATH, None)
         if not isinstance(value, dict):
             # Short forms are already expanded; a text here comes from an interpolation.
             hint = f"; to interpolate the name, write it as {path[-1]}.name" if isinstance(value, str) else ""
             self._refuse(path, value, f"expected one of {', '.join(by_name)}, or a section with such a name{hint}")
-            return None
-        name = value.get("name", getattr(default, "name", None))
-        if (*path, "name") in self.broken or not isinstance(name, str) or name not in by_name:
-            if own is not None and isinstance(name, str) and "." in name:
-                return own
-            if (*path, "name") not in self.broken:
-                hint = space_missing(name) or or_nearest(str(name), by_name, most=2)
-                known = ", ".join([*by_name, *([DOTTED_PATH] if own is not None else [])])
-                self._refuse((*path, "name"), name, f"expected one of {known}{hint}")
-            return None
-        return by_name[name]
+            return _INVALID
+        name, is_broken = value.get("name", getattr(default, "name", None)), (*path, "name") in self.broken
+        chosen = by_name.get(name) if isinstance(name, str) and not is_broken else None
+        if chosen is None and isinstance(name, str) and "." in name:
+            chosen = own
+        if chosen is not None:
+            return self.section(chosen, {"name": discriminator_of(chosen), **value}, path)
+        if not is_broken:
+            hint = space_missing(name) or or_nearest(str(name), by_name, most=2)
+            known = ", ".join([*by_name, *([DOTTED_PATH] if own is not None else [])])
+            self._refuse((*path, "name"), name, f"expected one of {known}{hint}")
+        return _INVALID
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
         """Report an unknown key. Return similar keys that are not set: one of them was probably meant."""

@@ -153,7 +153,15 @@ class Policy:
         self._refuse_if_cancelled()
         new = messages_from(messages)
         self.begin_turn()
-        ids = self._rendered(new)
+        if self._last is None:
+            ids = self._renderer.prompt(new)
+            if len(ids) > self.limits.max_prompt_tokens:
+                raise ValueError(f"the first prompt has {len(ids)} tokens; sampling.max_prompt_tokens is {self.limits.max_prompt_tokens}")
+        else:
+            ids = self._renderer.continuation(self._last.tolist(), new)
+            if len(ids) >= self.room:
+                self.finish(FinishReason.LENGTH, f"no room is left for a response ({self.room} tokens, {len(ids)} of new messages)")
+            self.room -= len(ids)
         self.messages += new
         most = self.limits.max_turn_tokens
         after = len(self._rewards) - 1 if self._rewards else None
@@ -214,18 +222,6 @@ class Policy:
         waiting = self._answers.get(answer.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
-
-    def _rendered(self, new: Sequence[Message]) -> list[int]:
-        if self._last is None:
-            ids = self._renderer.prompt(new)
-            if len(ids) > self.limits.max_prompt_tokens:
-                raise ValueError(f"the first prompt has {len(ids)} tokens; sampling.max_prompt_tokens is {self.limits.max_prompt_tokens}")
-            return ids
-        ids = self._renderer.continuation(self._last.tolist(), new)
-        if len(ids) >= self.room:
-            self.finish(FinishReason.LENGTH, f"no room is left for a response ({self.room} tokens, {len(ids)} of new messages)")
-        self.room -= len(ids)
-        return ids
 
     def finish(self, reason: FinishReason, why: str) -> NoReturn:
         self.finish_reason, self.limit = reason, (reason, why)

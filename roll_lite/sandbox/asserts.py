@@ -228,7 +228,11 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
         elif end.code not in (None, 0, False):
             wrong = f"SystemExit: {end.code}"
     except BaseException as error:
-        wrong = _what_failed(error, test["source"])
+        at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "tests.py"]
+        line = test["source"].splitlines()[at[-1] - 1].strip() if at and at[-1] else ""
+        text = str(error)
+        said = f"{type(error).__name__}: {text}" if text else type(error).__name__ or "an exception without a name"
+        wrong = f"{said} at {line}"[:300] if line else said[:300]
     if loaded and operators and (replaced := (operators.end() | loaded.put_back()) - replaced_by(test["source"])):
         failed.append(f"the program replaced {', '.join(sorted(replaced))} of a module or class")
     return wrong or (failed[0] if failed else "")
@@ -251,14 +255,6 @@ def run_test_classes(names: dict[str, Any]) -> None:
         raise AssertionError(said.strip().rpartition("\n")[2])
     if not result.testsRun or result.skipped or result.unexpectedSuccesses:
         raise AssertionError("not every test of the test classes ran")
-
-
-def _what_failed(error: BaseException, source: str) -> str:
-    at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "tests.py"]
-    line = source.splitlines()[at[-1] - 1].strip() if at and at[-1] else ""
-    text = str(error)
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__ or "an exception without a name"
-    return f"{said} at {line}"[:300] if line else said[:300]
 
 
 # ---------------------------------------------------------------- the program's side

@@ -85,7 +85,11 @@ def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[st
 
 def build_root(more: Iterable[str]) -> None:
     shown, hidden = readable_paths(more), hidden_paths(more)
-    scratch = _covered(shown)
+    for scratch in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
+        if os.path.isdir(scratch) and not any(f"{path}/".startswith(f"{scratch}/") for path in shown):  # noqa: PTH112
+            break
+    else:
+        raise OSError("every folder that could be mounted over holds something that programs are to see")
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path in SYSTEM:
@@ -117,13 +121,6 @@ def build_root(more: Iterable[str]) -> None:
     # Ordinary users' programs own this folder. If it were writable, files left in it would be visible to the next program.
     mount("none", scratch, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     pivot_root(scratch)
-
-
-def _covered(shown: Iterable[str]) -> str:
-    for folder in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
-        if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in shown):  # noqa: PTH112
-            return folder
-    raise OSError("every folder that could be mounted over holds something that programs are to see")
 
 
 def _show(path: str, scratch: str) -> None:

@@ -294,17 +294,13 @@ def _set_limits(limits: Mapping[str, Any], others: int) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 256,  # includes timers; counted per user
+        resource.RLIMIT_STACK: 64 << 20,
     }
     for which, value in wanted.items():
-        value = _at_most(value, resource.getrlimit(which)[1])
-        resource.setrlimit(which, (value, value))
-    # Many programs raise their stack limit. The hard limit allows that, since the address space is limited anyway.
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    resource.setrlimit(resource.RLIMIT_STACK, (_at_most(64 << 20, hard), hard))
-
-
-def _at_most(value: int, hard: int) -> int:
-    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        # Many programs raise their stack limit. The hard limit allows that, since the address space is limited anyway.
+        resource.setrlimit(which, (value, hard if which == resource.RLIMIT_STACK else value))
 
 
 def reset_signals() -> None:

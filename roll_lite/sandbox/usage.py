@@ -142,9 +142,6 @@ class Usage:
         seen = sum(self._seen.values())
         return seen + self._unseen_s if self._group is None else max(seen, self._group.cpu_s())
 
-    def out_of_memory(self) -> bool:
-        return self._group is not None and self._group.out_of_memory()
-
     def _in_sockets(self) -> int:
         """Upper bound of the program's socket buffers, which the kernel charges to no process. 0 without namespaces, as other programs'
         would count."""

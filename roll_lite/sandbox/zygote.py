@@ -240,7 +240,7 @@ class Zygote:
         cpu_s = max(usage.ru_utime + usage.ru_stime, self._usage.cpu_s())
         if not stopped:
             out_of_time = cpu_s > limits["cpu_s"] or os.waitstatus_to_exitcode(status) == kernel.OUT_OF_TIME
-            stopped = "cpu" if out_of_time else "memory" if self._usage.out_of_memory() else ""
+            stopped = "cpu" if out_of_time else "memory" if self._group is not None and self._group.out_of_memory() else ""
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, pid: int) -> list[tuple[int, int]] | None:

@@ -53,21 +53,15 @@ def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = Tru
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
         found += readable(one(config))
-    for path, section, checks in _sections(config):
+    valid = vars(config)  # without invalid sections
+    sections = [
+        (f"{kind}.{name}", section, checks) for kind, checks in SECTION_CHECKS.items() for name, section in valid.get(kind, {}).items()
+    ]
+    sections += [(name, valid[name], (*ROLE_CHECKS, _decay)) for name in ("actor_infer", *TRAINING_ROLES) if valid.get(name) is not None]
+    for path, section, checks in sections:
         for each in checks:
             found += readable(each(config, path, section)) if files or each not in SCORING_FILE_CHECKS else ()
     return [one if isinstance(one, Problem) else Problem(*one, value_at(config, one[0])) for one in found]
-
-
-def _sections(config: RunConfig) -> Iterator[tuple[str, Any, Sequence[SectionCheck]]]:
-    """Yield (path, section, its checks), without invalid sections."""
-    valid = vars(config)
-    for sections, checks in SECTION_CHECKS.items():
-        for name, section in valid.get(sections, {}).items():
-            yield f"{sections}.{name}", section, checks
-    for name in ("actor_infer", *TRAINING_ROLES):
-        if (role := valid.get(name)) is not None:
-            yield name, role, (*ROLE_CHECKS, _decay)
 
 
 # ---------------------------------------------------------------- the whole run

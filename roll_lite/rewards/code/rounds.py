@@ -108,7 +108,8 @@ class Rounds:
     def _job(self, attempt: Attempt, group: list[Test]) -> Program | Pair:
         language, test, several = attempt.language, group[0], len(group)
         left = max(0.05, self.total_s - attempt.spent_s)
-        needed_kb = max(self.limits.output_kb, *map(_needed_kb, group)) + 1
+        expected = [one.expected if isinstance(one.expected, str) else json.dumps(encode(one.expected)) for one in group]
+        needed_kb = max(self.limits.output_kb, *(len(text.encode(errors="replace")) * 2 // 1024 for text in expected)) + 1
         cpu_s, wall_s = (min(one * several, most) for one, most in ((self.limits.cpu_s, left), (self.limits.wall_s, WALL_PER_CPU * left)))
         limits = replace(self.limits, cpu_s=cpu_s, wall_s=wall_s, output_kb=needed_kb * several)
         source = {"source": attempt.source, "prelude": attempt.prelude}
@@ -191,11 +192,6 @@ def _works_in_place(tests: Sequence[Test]) -> bool:
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)
     )
-
-
-def _needed_kb(test: Test) -> int:
-    text = test.expected if isinstance(test.expected, str) else json.dumps(encode(test.expected))
-    return len(text.encode(errors="replace")) * 2 // 1024
 
 
 def _assert_verdict(attempt: Attempt, said: dict[str, Any], ended: Outcome) -> str | RewardFailed:

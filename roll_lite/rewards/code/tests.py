@@ -104,15 +104,12 @@ def _pair(given: Any, expected: Any, function: str | None) -> Test:
     """Read an input and an output. Without `function`, they are stdin and stdout: texts or lists of lines. With `function`, `given` is a
     list of arguments, or a text with one JSON value per line (LiveCodeBench)."""
     if function is None:
-        return Test(stdin=_text(given), expected=_text(expected))
+        stdin, stdout = ("\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (given, expected))
+        return Test(stdin=stdin, expected=stdout)
     if isinstance(given, str):
         args = [json.loads(line) for line in given.splitlines() if line.strip()]
         return Test(function=function, args=args, expected=json.loads(expected))
     return Test(function=function, args=list(given), expected=expected)
-
-
-def _text(given: Any) -> str:
-    return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
 def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
