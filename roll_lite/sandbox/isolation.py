@@ -68,7 +68,27 @@ def isolate_interpreter(readable: Sequence[str], wanted: str) -> Isolation:
             return _namespaces(readable)
         why_not.append(f"namespaces: {trouble}")
     _shown_by_landlock(tuple(readable))  # cached here once, instead of in every program's process
-    return _without_namespaces(why_not, wanted)
+    if wanted == "none":
+        return Isolation("none", {}, why_not)
+    isolation = Isolation("landlock", {}, why_not)
+    _filter_calls(isolation, own_pid=0)
+    abi = landlock_abi()
+    if os.getuid() == 0 and _may_use_another_user():
+        own = FIRST_OF_OWN + os.getpid()
+        isolation.user = NOBODY if _trouble_with(lambda: _change_user(own)) else own
+        isolation.held["users"] = f"user {isolation.user}, no capability but to read what landlock shows"
+    elif os.getuid() == 0:
+        why_not.append(f"users: this root may not start, kill and clean up after processes of user {NOBODY}")
+    if isolation.filter and (abi >= TRUNCATE_ABI or (abi and "users" in isolation.held)):
+        isolation.held["files"] = f"landlock (version {abi}), seccomp; known names and sizes can be looked up"
+    else:
+        why_not.append(f"files: landlock version {abi} alone lets programs empty or chmod them" if abi else "landlock: not in this kernel")
+    lacks = _open_to_others(abi, bool(isolation.filter), _is_root_of_machine(), "users" in isolation.held)
+    if lacks:
+        why_not.append(f"processes: {lacks}")
+    else:
+        isolation.held["processes"] = "landlock, seccomp; killed as children of a subreaper"
+    return isolation
 
 
 def _try_namespaces(readable: Sequence[str]) -> None:
@@ -166,30 +186,6 @@ def _filter_calls(isolation: Isolation, own_pid: int | None = None) -> None:
     else:
         network = isolation.held.get("network")
         isolation.held |= {"network": f"{network}, seccomp" if network else "seccomp", "system calls": "seccomp"}
-
-
-def _without_namespaces(why_not: list[str], wanted: str) -> Isolation:
-    if wanted == "none":
-        return Isolation("none", {}, why_not)
-    isolation = Isolation("landlock", {}, why_not)
-    _filter_calls(isolation, own_pid=0)
-    abi = landlock_abi()
-    if os.getuid() == 0 and _may_use_another_user():
-        own = FIRST_OF_OWN + os.getpid()
-        isolation.user = NOBODY if _trouble_with(lambda: _change_user(own)) else own
-        isolation.held["users"] = f"user {isolation.user}, no capability but to read what landlock shows"
-    elif os.getuid() == 0:
-        why_not.append(f"users: this root may not start, kill and clean up after processes of user {NOBODY}")
-    if isolation.filter and (abi >= TRUNCATE_ABI or (abi and "users" in isolation.held)):
-        isolation.held["files"] = f"landlock (version {abi}), seccomp; known names and sizes can be looked up"
-    else:
-        why_not.append(f"files: landlock version {abi} alone lets programs empty or chmod them" if abi else "landlock: not in this kernel")
-    lacks = _open_to_others(abi, bool(isolation.filter), _is_root_of_machine(), "users" in isolation.held)
-    if lacks:
-        why_not.append(f"processes: {lacks}")
-    else:
-        isolation.held["processes"] = "landlock, seccomp; killed as children of a subreaper"
-    return isolation
 
 
 def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -> str:

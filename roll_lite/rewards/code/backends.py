@@ -72,8 +72,17 @@ class RemoteSandbox:
         return ended
 
     async def _asked(self, job: Program | Pair) -> Ended:
+        parts = [job.program, job.tests] if isinstance(job, Pair) else [job]
+        plain = [asdict(part) | {"stdin": _packed(part.stdin), "artifact": _packed(part.artifact)} for part in parts]
+        request = {
+            "language": "python",
+            "code": CODE,
+            "run_timeout": max(part.limits.wall_s for part in parts) + LATE_S,
+            "files": {"job.json": _packed(json.dumps(plain).encode()), "harness.zip": _packed(_harness())},
+            "fetch_files": ["outcome.json"],
+        }
         try:
-            answer, url = await self._client.post(request_of(job))
+            answer, url = await self._client.post(request)
         except RewardFailed as failure:
             return SandboxTrouble(failure.cause, isinstance(failure, ResponseSuspected))
         try:
@@ -89,19 +98,6 @@ class RemoteSandbox:
             return SandboxTrouble(f"{url}: SandboxFusion left no outcome: {said:.300}", bool(run))  # the program may be the cause
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             return SandboxTrouble(f"{url} answered with no outcome: {type(error).__name__}: {error}")
-
-
-def request_of(job: Program | Pair) -> dict[str, Any]:
-    parts = [job.program, job.tests] if isinstance(job, Pair) else [job]
-    plain = [asdict(part) | {"stdin": _packed(part.stdin), "artifact": _packed(part.artifact)} for part in parts]
-    files = {"job.json": json.dumps(plain).encode(), "harness.zip": _harness()}
-    return {
-        "language": "python",
-        "code": CODE,
-        "run_timeout": max(part.limits.wall_s for part in parts) + LATE_S,
-        "files": {name: _packed(content) for name, content in files.items()},
-        "fetch_files": ["outcome.json"],
-    }
 
 
 def _packed(content: bytes) -> str:

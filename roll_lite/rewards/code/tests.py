@@ -47,16 +47,12 @@ def _read(given: Any, columns: Mapping[str, Any]) -> list[Test]:
         if text.startswith(("{", "[")):
             return _read(json.loads(text), columns)
         return _asserts([given], columns.get("entry_point"))
-    if isinstance(given, Mapping):
-        return _of_mapping(given, columns)
     if isinstance(given, Sequence):
         if given and all(isinstance(one, str) and not one.lstrip().startswith(("{", "[")) for one in given):
             return _asserts(given, columns.get("entry_point"))
         return [test for one in given for test in _read(one, columns)]
-    raise TypeError("expected text, a mapping or a list")
-
-
-def _of_mapping(given: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Test]:
+    if not isinstance(given, Mapping):
+        raise TypeError("expected text, a mapping or a list")
     function = _function(given, columns)
     entry_point = given.get("entry_point") or columns.get("entry_point")
     if "inputs" in given:
