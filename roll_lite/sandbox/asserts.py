@@ -154,25 +154,22 @@ class Tests:
         try:
             while message:
                 message = message[os.write(self._peer, message) :]
-            return json.loads(self._line())
+            poller = select.poll()
+            poller.register(self._peer, select.POLLIN)
+            found = [self._heard]
+            while b"\n" not in found[-1]:
+                if not poller.poll(max(0.0, self._deadline - time.monotonic()) * 1000):
+                    self._limit_hit = "wall"
+                    self._end("time limit: did not end")
+                found.append(os.read(self._peer, 1 << 20))
+                if not found[-1]:
+                    raise ConnectionError
+                if sum(map(len, found)) > LONGEST:
+                    self._end(f"the program returned a value of more than {LONGEST >> 20} MB")
+            line, _, self._heard = b"".join(found).partition(b"\n")
+            return json.loads(line)
         except ConnectionError:
             self._end("the program ended during its tests")
-
-    def _line(self) -> bytes:
-        poller = select.poll()
-        poller.register(self._peer, select.POLLIN)
-        found = [self._heard]
-        while b"\n" not in found[-1]:
-            if not poller.poll(max(0.0, self._deadline - time.monotonic()) * 1000):
-                self._limit_hit = "wall"
-                self._end("time limit: did not end")
-            found.append(os.read(self._peer, 1 << 20))
-            if not found[-1]:
-                self._end("the program ended during its tests")
-            if sum(map(len, found)) > LONGEST:
-                self._end(f"the program returned a value of more than {LONGEST >> 20} MB")
-        line, _, self._heard = b"".join(found).partition(b"\n")
-        return line
 
     def _end(self, why: str) -> NoReturn:
         self._dead_reason = self._dead_reason or why

@@ -126,7 +126,13 @@ def _namespaces(readable: Sequence[str]) -> Isolation:
     if _is_root_of_machine() or (uid == 0 and not _trouble_with(_change_user)):
         kernel.unshare(kernel.CLONE_NEWNS)
         filesystem.build_root(readable)
-        own_users = _become_nobody()
+        own_users = not _trouble_with(_as_nobody)
+        if own_users:
+            _as_nobody()
+        elif _may_use_another_user():  # programs will start under another user id
+            kernel.unshare(OTHERS)
+        else:
+            raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
     else:
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
         kernel.write_id_maps(uid, gid)
@@ -149,18 +155,6 @@ def _is_root_of_machine() -> bool:
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
 
-def _become_nobody() -> bool:
-    """Become user NOBODY in a new user namespace. Return False if user namespaces are impossible, so that programs must start under another
-    user id; PermissionError if this is forbidden too."""
-    if _trouble_with(_as_nobody):
-        if not _may_use_another_user():
-            raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
-        kernel.unshare(OTHERS)
-        return False
-    _as_nobody()
-    return True
-
-
 def _may_use_another_user() -> bool:
     return kernel.has_capabilities(kernel.FOR_ANOTHER_USER) and not _trouble_with(_change_user)
 
@@ -172,6 +166,7 @@ def _change_user(user: int = NOBODY) -> None:
 
 
 def _as_nobody() -> None:
+    """Become user NOBODY in a new user namespace."""
     _change_user()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | OTHERS)

@@ -64,7 +64,14 @@ FROM_PROGRAM = "solution"
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
     """Encode plain data. `refer` encodes other values; without it, they raise TypeError."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return _scalar(value)
+        value = plain_copy(value)
+        if isinstance(value, int):
+            return value if isinstance(value, bool) or -(2**63) < value < 2**63 else {"i": hex(value)}
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"f": repr(value)}
+        if isinstance(value, complex):
+            return {"c": [repr(value.real), repr(value.imag)]}
+        return {"b": value.hex()} if isinstance(value, bytes) else value
     if type(value) in STANDARD:
         return {"o": [type(value).__name__, [encode(one, refer) for one in STANDARD[type(value)](value)]]}
     plain = plain_copy(value)
@@ -96,17 +103,6 @@ def plain_copy(value: Any) -> Any:
         if isinstance(value, base):
             return value if type(value) is base else read(value)
     return value
-
-
-def _scalar(value: Any) -> Any:
-    value = plain_copy(value)
-    if isinstance(value, int):
-        return value if isinstance(value, bool) or -(2**63) < value < 2**63 else {"i": hex(value)}
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"f": repr(value)}
-    if isinstance(value, complex):
-        return {"c": [repr(value.real), repr(value.imag)]}
-    return {"b": value.hex()} if isinstance(value, bytes) else value
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
