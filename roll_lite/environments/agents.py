@@ -170,7 +170,7 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
         await server.start(host)
         session = AgentSession(policy, renderer_of)
         key = server.open(session)
-        result = None
+        result: Any = None
         try:
             try:
                 result = await agent(task, Endpoint(f"{server.url}/v1", key))
@@ -184,21 +184,17 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
             server.close(key)
             session.end()
         if gives_reward and (result is not None or policy.limit is None):
-            return _reward(result)
+            try:
+                return bool(result) if isinstance(result, bool | np.bool_) else float(result)
+            except (TypeError, ValueError):
+                expected = "expected a number, the reward; to have answers scored, name a `reward` in the domain"
+                raise ValueError(f"the agent's result is {result!r:.80}; {expected}") from None
         if isinstance(result, int | float):
             raise ValueError(f"the agent's result is the number {result!r}, but the domain's `reward` scores texts; leave out one of them")
         policy.answer = None if result is None else str(result)
         return None
 
     return play
-
-
-def _reward(result: Any) -> float:
-    try:
-        return bool(result) if isinstance(result, bool | np.bool_) else float(result)
-    except (TypeError, ValueError):
-        expected = "expected a number, the reward; to have answers scored, name a `reward` in the domain"
-        raise ValueError(f"the agent's result is {result!r:.80}; {expected}") from None
 
 
 def command_agent(command: Sequence[str]) -> Agent:

@@ -74,13 +74,10 @@ class ModelReward(RewardType):
         raise RewardFailed(f"reward model: {self.model!r} scores within a run only, in the processes that hold the model")
 
     def needs_answer(self) -> bool:
-        return "answer" in placeholders(self._text_read())
+        return "answer" in placeholders(self.question if self.template == CHAT else self.template)
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        return {"question" if self.template == CHAT else "template": columns_in(self._text_read())}
-
-    def _text_read(self) -> str:
-        return self.question if self.template == CHAT else self.template
+        return {"question": columns_in(self.question)} if self.template == CHAT else {"template": columns_in(self.template)}
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         known = config.reward_models

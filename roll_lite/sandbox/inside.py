@@ -263,7 +263,11 @@ def guard_class(kind: type) -> None:
     held = HELD_BY(kind)
     for name in [name for name in held if name in OPERATORS]:
         one = held[name]
-        if one is not None and not _is_guard(one) and (_is_odd(name, one) or (type(one) not in OF_C and _is_own(kind))):
+        if one is None or _is_guard(one):
+            continue
+        # Neither a Python function nor a C method of the same name, as in `__sub__ = float.__mul__`.
+        is_odd = one.__name__ != name if type(one) in OF_C else type(one) is not types.FunctionType
+        if is_odd or (type(one) not in OF_C and _is_own(kind)):
             type.__setattr__(kind, name, _guard(name, one))
 
 
@@ -340,11 +344,6 @@ def _is_own(kind: type) -> bool:
 
 def _is_programs(known: dict[str, Any]) -> bool:
     return id(known) not in LOADED.names and known is not Operators.tests and known is not OURS
-
-
-def _is_odd(name: str, held: Any) -> bool:
-    """True if an operator is neither a Python function nor a C method of the same name (`__sub__ = float.__mul__`)."""
-    return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 
 def _has_own_comparison(value: Any, depth: int = 0) -> bool:

@@ -152,7 +152,15 @@ class Rounds:
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
         """Yield for each test why it failed; "" if it passed, RewardFailed if it cannot be judged."""
         if not group[0].asserts and not group[0].function:
-            yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(group[0], ended)
+            expected, printed = group[0].expected, ended.stdout.decode("utf-8", errors="replace")
+            if ended.stopped:
+                yield _LIMITS[ended.stopped]
+            elif ended.exit != 0:
+                yield f"exit status {ended.exit}: {_tail(ended.stderr)}"
+            elif same_output(expected, printed, self.compare, self.tolerance):
+                yield ""
+            else:
+                yield f"printed {printed!r:.{SHOWN}}, expected {expected!r:.{SHOWN}}"
             return
         said = [_said(line) for line in ended.result.splitlines()][: len(group)]
         for test, one in zip(group, said, strict=False):
@@ -163,14 +171,6 @@ class Rounds:
             yield _LIMITS[ended.stopped]
             return
         yield from [f"no value: {_tail(ended.stderr) or f'exit status {ended.exit}'}"] * (len(group) - len(said))
-
-    def _verdict(self, test: Test, ended: Outcome) -> str:
-        if ended.exit != 0:
-            return f"exit status {ended.exit}: {_tail(ended.stderr)}"
-        printed = ended.stdout.decode("utf-8", errors="replace")
-        if same_output(test.expected, printed, self.compare, self.tolerance):
-            return ""
-        return f"printed {printed!r:.{SHOWN}}, expected {test.expected!r:.{SHOWN}}"
 
     def _value_verdict(self, attempt: Attempt, test: Test, said: dict[str, Any]) -> str:
         if "value" not in said:

@@ -162,13 +162,12 @@ def _asked(name: Any, given: Any) -> Asked:
     given = _parsed(given, f"{name}: arguments")
     if given is not None and not isinstance(given, Mapping):
         raise RewardFailed(f"reward instruction: {name}: arguments must be a dict, got {given!r:.80}")
-    return str(name), {str(key): _argument(value) for key, value in (given or {}).items() if value is not None}
-
-
-def _argument(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return visible(value) if isinstance(value, str) else value
+    arguments: dict[str, Any] = {}
+    for key, value in (given or {}).items():
+        if value is not None:
+            is_whole = isinstance(value, float) and value.is_integer()
+            arguments[str(key)] = int(value) if is_whole else visible(value) if isinstance(value, str) else value
+    return str(name), arguments
 
 
 def _list(value: Any, where: str) -> list[Any]:
