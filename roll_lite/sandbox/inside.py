@@ -130,16 +130,20 @@ def _call(node: Any, name: str, *args: Any) -> ast.Call:
     return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(args), []), node)
 
 
+def _map(function: Callable[..., Any], *items: Any) -> Iterator[Any]:
+    return (function(*one) for one in zip(*items, strict=False))
+
+
+def _filter(function: Callable[..., Any] | None, items: Any) -> Iterator[Any]:
+    return (one for one in items if (function(one) if function else one))
+
+
 def _iter(first: Any, *last: Any) -> Iterator[Any]:
     calls = (first() for _ in itertools.count())
     return itertools.takewhile(lambda one: not _compared("Eq", one, last[0]), calls) if last else iter(first)
 
 
-CALLING: dict[str, Callable[..., Any]] = {
-    "map": lambda function, *items: (function(*one) for one in zip(*items, strict=False)),
-    "filter": lambda function, items: (one for one in items if (function(one) if function else one)),
-    "iter": _iter,
-}
+CALLING = {"map": _map, "filter": _filter, "iter": _iter}
 """Generators in place of builtins that call functions. A function's StopIteration is then an error (PEP 479), not the end of a loop."""
 
 

@@ -160,9 +160,8 @@ class HttpClient:
             innermost: BaseException = error  # outer messages may contain the URL
             while (cause := innermost.__cause__ or innermost.__context__) is not None:
                 innermost = cause
-            said = (innermost.strerror if isinstance(innermost, OSError) else None) or f"{type(innermost).__name__}: {innermost}".rstrip(
-                ": "
-            )
+            said = innermost.strerror if isinstance(innermost, OSError) else None
+            said = said or f"{type(innermost).__name__}: {innermost}".rstrip(": ")
             raise _Failed(f"cannot be reached: {_without(key, said)}") from None
         text, is_refusal = _without(key, response.text), response.status_code in ABOUT_THE_CONTENT
         said = f": {text.strip().splitlines()[0][:SHOWN_CHARACTERS]}" if text.strip() else ""

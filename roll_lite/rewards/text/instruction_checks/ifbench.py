@@ -38,6 +38,15 @@ def punctuation(response: str) -> bool:
     return mark is not None and all(one in response.replace(mark, "", 1) for one in ".,!?;:")
 
 
+def keywords_multiple(response: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
+    return [whole_words(one, response) for one in (keyword1, keyword2, keyword3, keyword4, keyword5)] == [1, 2, 3, 5, 7]
+
+
+def words_japanese(response: str, N: int) -> bool:
+    asked = [token for token in response.split()[N - 1 :: N] if words(token) and not token.isdigit()]
+    return every(asked, JAPANESE.search)
+
+
 def stop_words(response: str, percentage: float) -> bool:
     runs = re.findall(r"\w+", response.lower())
     return bool(runs) and 100 * sum(run in STOP_WORDS for run in runs) <= percentage * len(runs)
@@ -144,6 +153,10 @@ def quote_unquote(response: str) -> bool:
     return '""' not in text and not text.rstrip("0123456789!#$%&'()*+,-./:;<=>?@[\\]^_`{|}~").endswith('"')
 
 
+def special_list(response: str, sep: str) -> bool:
+    return sum(line.lstrip().startswith(sep) for line in response.split("\n")) >= 2
+
+
 def sub_bullets(response: str) -> bool:
     found = [mark for line in response.split("\n") if (mark := line.lstrip()[:1]) in ("*", "-") and not line.lstrip().startswith("**")]
     return every("".join(found).split("*")[1:], bool)
@@ -164,6 +177,12 @@ def thesis(response: str) -> bool:
         if is_open and is_closed and inside.strip() and behind.strip():
             return True
     return False
+
+
+def one_option(response: str, options: list[str]) -> bool:
+    if LETTER_OPTIONS.match(" ".join(options)):
+        return response.strip() in options
+    return words(response) in map(words, options)
 
 
 def emoji(response: str) -> bool:
@@ -191,6 +210,10 @@ def output_template(response: str) -> bool:
 def repeat_change(response: str, prompt_to_repeat: str) -> bool:
     ours, theirs = response.split(), prompt_to_repeat.split()
     return ours[1:] == theirs[1:] and bool(ours) and words(ours[0]) != words(theirs[0])
+
+
+def repeat_span(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
+    return response.lower().split() == prompt_to_repeat.lower().split()[n_start : n_end + 1]
 
 
 # ---------------------------------------------------------------- single questions
@@ -270,13 +293,9 @@ IFBENCH: dict[str, Callable[..., bool]] = {
     # 3.14 and 100,000 count as one number each.
     "count:numbers": lambda response, N: len(re.findall(r"\d+", response.translate(NO_PUNCTUATION))) == N,
     "count:punctuation": punctuation,
-    "count:keywords_multiple": lambda response, keyword1, keyword2, keyword3, keyword4, keyword5: (
-        [whole_words(one, response) for one in (keyword1, keyword2, keyword3, keyword4, keyword5)] == [1, 2, 3, 5, 7]
-    ),
+    "count:keywords_multiple": keywords_multiple,
     "count:pronouns": lambda response, N: sum(run in PRONOUNS for run in re.findall(r"[^\W\d_]+", response.lower())) >= N,
-    "count:words_japanese": lambda response, N: every(
-        [token for token in response.split()[N - 1 :: N] if words(token) and not token.isdigit()], JAPANESE.search
-    ),
+    "count:words_japanese": words_japanese,
     "ratio:stop_words": stop_words,
     # Two statements for each question.
     "ratio:sentence_type": lambda response: marks(response)[0] == 2 * marks(response)[1] > 0,
@@ -310,22 +329,18 @@ IFBENCH: dict[str, Callable[..., bool]] = {
     "format:line_indent": lambda response: neighbours(
         [len(line) - len(line.lstrip(" ")) for line in response.split("\n") if line.strip()], lt, 2
     ),
-    "format:list": lambda response, sep: sum(line.lstrip().startswith(sep) for line in response.split("\n")) >= 2,
+    "format:list": special_list,
     "format:sub-bullets": sub_bullets,
     "format:no_bullets_bullets": no_bullets_bullets,
     "format:thesis": thesis,
-    "format:options": lambda response, options: (
-        response.strip() in options if LETTER_OPTIONS.match(" ".join(options)) else words(response) in map(words, options)
-    ),
+    "format:options": one_option,
     "format:emoji": emoji,
     "format:title_case": title_case,
     "format:output_template": output_template,
     "format:no_whitespace": lambda response: len(response.split()) < 2,
     "repeat:repeat_change": repeat_change,
     "repeat:repeat_simple": lambda response: response.strip().lower() == SENTENCE_TO_REPEAT,
-    "repeat:repeat_span": lambda response, prompt_to_repeat, n_start, n_end: (
-        response.lower().split() == prompt_to_repeat.lower().split()[n_start : n_end + 1]
-    ),
+    "repeat:repeat_span": repeat_span,
     # Multiples of 7 from 10 to 50, and no other number.
     "custom:multiples": lambda response: re.findall(r"\d+", response) == MULTIPLES,
     "custom:mcq_count_length": mcq_count_length,

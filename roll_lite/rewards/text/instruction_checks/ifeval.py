@@ -123,6 +123,10 @@ def validate_paragraphs(response: str, N: int, first_word: str, i: int) -> bool:
     return i <= len(parts) == N and re.match(rf"\s*{re.escape(first_word)}(?!\w)", parts[i - 1]) is not None
 
 
+def has_postscript(response: str, postscript_marker: str) -> bool:
+    return re.search(POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower())), response.lower()) is not None
+
+
 IFEVAL: dict[str, Callable[..., bool]] = {
     "keywords:existence": existence,
     "keywords:frequency": lambda response, keyword, frequency, relation: satisfies(occurrences(keyword, response), relation, frequency),
@@ -140,9 +144,7 @@ IFEVAL: dict[str, Callable[..., bool]] = {
     ),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
     "detectable_content:number_placeholders": lambda response, num_placeholders: placeholders(response) >= num_placeholders,
-    "detectable_content:postscript": lambda response, postscript_marker: (
-        re.search(POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower())), response.lower()) is not None
-    ),
+    "detectable_content:postscript": has_postscript,
     "detectable_format:number_bullet_lists": lambda response, num_bullets: bullets(response) == num_bullets,
     "detectable_format:constrained_response": lambda response: any(option in response for option in CONSTRAINED),
     "detectable_format:number_highlighted_sections": lambda response, num_highlights: highlights(response) >= num_highlights,
