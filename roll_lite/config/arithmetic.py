@@ -58,18 +58,15 @@ class PassArithmetic:
 
     @property
     def micro_batches(self) -> int:
-        return ceil(ceil(self.rows / self._rows_at_a_time) / self.count_divisor) * self.count_divisor
+        fitting = max(self.budget // self.longest, 1)
+        rows_at_a_time = min(fitting, self.row_limit or fitting)
+        return ceil(ceil(self.rows / rows_at_a_time) / self.count_divisor) * self.count_divisor
 
     @property
     def tokens(self) -> int:
         rows = min(self.most_rows, self.row_limit or self.most_rows)
         most = max(self.longest, min(self.budget, rows * self.longest))
         return ceil(most / self.tokens_divisor) * self.tokens_divisor
-
-    @property
-    def _rows_at_a_time(self) -> int:
-        fitting = max(self.budget // self.longest, 1)
-        return min(fitting, self.row_limit or fitting)
 
 
 @dataclass(frozen=True)
@@ -99,10 +96,6 @@ class BatchArithmetic:
     max_model_len: int
     engine_replicas: int
     device_count: int
-
-    @property
-    def updates_per_step(self) -> int:
-        return self.ppo_epochs * self.mini_batches
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ def render(arithmetic: BatchArithmetic) -> str:
     passes = []
     for each in arithmetic.passes:
         passes.append([each.role, each.what, str(each.rows), str(each.micro_batches), f"{each.tokens} tokens"])
-    updates = f"{arithmetic.updates_per_step} (ppo_epochs {arithmetic.ppo_epochs} x mini_batches {arithmetic.mini_batches})"
+    epochs, parts = arithmetic.ppo_epochs, arithmetic.mini_batches
+    updates = f"{epochs * parts} (ppo_epochs {epochs} x mini_batches {parts})"
     batch = {
         "prompts per step": str(arithmetic.prompts_per_step),
         "samples per step": _number(arithmetic.samples_per_step),

@@ -18,29 +18,26 @@ def draw(config: RunConfig) -> str:
     numbers = {name: frozenset(device_numbers(role.devices)) for name, role in by_role.items()}
     of_mode = (Phase.LOG_PROBS, Phase.TRAIN) if config.mode == "train_only" else tuple(PHASES) if trains(config) else (Phase.GENERATE,)
     phases = [phase for phase, presence in PHASES.items() if presence.of_step and phase in of_mode]
-    cells = {phase: _column(config, phase, by_role) for phase in phases}
+    cells: dict[tuple[Phase, str], str] = {}
+    for phase in phases:
+        turns = _turns(config, phase, by_role)
+        for name, role in by_role.items():
+            offloads, working = getattr(role, "offload", False), works(config, phase, name)
+            if offloads and not working:
+                continue
+            parts = PHASES[phase].parts[kind(name)] if offloads else WHOLE[kind(name)]
+            words = IN_WORDS.get(parts, " + ".join(parts))
+            cells[phase, name] = f"{turns[name]}. {words}" if name in turns else words if working else f"({words})"
     rows = []
     for devices, names in _blocks(placement, numbers):
         for place, name in enumerate(names or ["nobody"]):
-            rows.append([devices if place == 0 else "", name, *(cells[phase].get(name, "") for phase in phases)])
+            rows.append([devices if place == 0 else "", name, *(cells.get((phase, name), "") for phase in phases)])
     lines = [table(["devices", "role", *(phase.replace("_", " ") for phase in phases)], rows), LEGEND]
     if "actor_infer" in by_role and placement.nodes is not None and model_parallel_size(engine) > placement.devices_per_node:
         of_engines = [[part[0] // placement.devices_per_node for part in nodes_of_engine(placement, own)] for own in engines(engine)]
         each = "; ".join(f"engine {number} on node{ranges(nodes)}" for number, nodes in enumerate(of_engines))
         lines.append(f"actor_infer spans nodes: {each}")
     return "\n".join(lines)
-
-
-def _column(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, str]:
-    cells, turns = {}, _turns(config, phase, by_role)
-    for name, role in by_role.items():
-        offloads, working = getattr(role, "offload", False), works(config, phase, name)
-        if offloads and not working:
-            continue
-        parts = PHASES[phase].parts[kind(name)] if offloads else WHOLE[kind(name)]
-        words = IN_WORDS.get(parts, " + ".join(parts))
-        cells[name] = f"{turns[name]}. {words}" if name in turns else words if working else f"({words})"
-    return cells
 
 
 def works(config: RunConfig, phase: Phase, name: str) -> bool:

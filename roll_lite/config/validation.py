@@ -80,7 +80,10 @@ class _Walker:
                 refused.append(name)
                 others = [one for one in self.entries.get(path[:-1], []) if one != path[-1]]
                 hint = or_nearest(path[-1], others) if others else ""
-                self.problems.append(Missing(dotted(here), f"is missing; expected {_expected(info)}{hint}"))
+                words = in_words(field_type(info))
+                if words == "section":
+                    words = f"a section with the keys {', '.join(shape_of(info.annotation).variants[0].model_fields)}"
+                self.problems.append(Missing(dotted(here), f"is missing; expected {words}{hint}"))
         built = cls.model_construct(**values)
         for name in refused:
             built.__dict__.pop(name, None)
@@ -95,7 +98,11 @@ class _Walker:
             return None
         shape = shape_of(info.annotation)
         if not shape.variants:
-            return self._leaf(cls, name, info, value, path)
+            try:
+                return _leaf_adapter(cls, name).validate_json(json.dumps(value), strict=True)
+            except ValidationError as error:
+                self._refuse(path, value, refusal(info, value, error.errors()))
+                return _INVALID
         if shape.container is None:
             return self._one_of(shape.variants, value, path, info.get_default(call_default_factory=True))
         too_few = value in ({}, []) and any(isinstance(one, MinLen) for one in info.metadata)
@@ -105,50 +112,37 @@ class _Walker:
             return _INVALID
         if isinstance(value, dict):
             self.entries[path] = list(value)
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        built = {key: self._item(shape.variants, item, (*path, str(key))) for key, item in items}
+        built: dict[Any, Section] = {}
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            here = (*path, str(key))
+            one = _INVALID if here in self.broken else self._one_of(shape.variants, item, here)
+            if isinstance(one, _Invalid):  # its fields raise Refused when read
+                one = shape.variants[0].model_construct()
+                one.__dict__.clear()
+            built[key] = one
         return built if isinstance(value, dict) else list(built.values())
-
-    def _item(self, variants: list[type[Section]], data: Any, path: Path) -> Section:
-        """Build an entry of a list or mapping. The fields of an invalid entry raise Refused when read."""
-        built = _INVALID if path in self.broken else self._one_of(variants, data, path)
-        if isinstance(built, Section):
-            return built
-        hollow = variants[0].model_construct()
-        hollow.__dict__.clear()
-        return hollow
-
-    def _leaf(self, cls: type[Section], name: str, info: FieldInfo, value: Any, path: Path) -> Any:
-        try:
-            return _leaf_adapter(cls, name).validate_json(json.dumps(value), strict=True)
-        except ValidationError as error:
-            self._refuse(path, value, refusal(info, value, error.errors()))
-            return _INVALID
 
     def _one_of(self, variants: list[type[Section]], value: Any, path: Path, default: Any = None) -> Section | _Invalid:
         if len(variants) == 1:
             return self.section(variants[0], value, path)
-        chosen = self._variant(variants, value, path, default)
-        return self.section(chosen, {"name": discriminator_of(chosen), **value}, path) if chosen is not None else _INVALID
-
-    def _variant(self, variants: list[type[Section]], value: Any, path: Path, default: Any) -> type[Section] | None:
         by_name = {discriminator_of(variant): variant for variant in variants}
         own = by_name.pop(DOTTED_PATH, None)
         if not isinstance(value, dict):
             # Short forms are already expanded; a text here comes from an interpolation.
             hint = f"; to interpolate the name, write it as {path[-1]}.name" if isinstance(value, str) else ""
             self._refuse(path, value, f"expected one of {', '.join(by_name)}, or a section with such a name{hint}")
-            return None
-        name = value.get("name", getattr(default, "name", None))
-        if (*path, "name") in self.broken or not isinstance(name, str) or name not in by_name:
-            if own is not None and isinstance(name, str) and "." in name:
-                return own
-            if (*path, "name") not in self.broken:
-                hint = space_missing(name) or or_nearest(str(name), by_name, most=2)
-                known = ", ".join([*by_name, *([DOTTED_PATH] if own is not None else [])])
-                self._refuse((*path, "name"), name, f"expected one of {known}{hint}")
-            return None
-        return by_name[name]
+            return _INVALID
+        name, is_broken = value.get("name", getattr(default, "name", None)), (*path, "name") in self.broken
+        chosen = by_name.get(name) if isinstance(name, str) and not is_broken else None
+        if chosen is None and isinstance(name, str) and "." in name:
+            chosen = own
+        if chosen is not None:
+            return self.section(chosen, {"name": discriminator_of(chosen), **value}, path)
+        if not is_broken:
+            hint = space_missing(name) or or_nearest(str(name), by_name, most=2)
+            known = ", ".join([*by_name, *([DOTTED_PATH] if own is not None else [])])
+            self._refuse((*path, "name"), name, f"expected one of {known}{hint}")
+        return _INVALID
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
         """Report an unknown key. Return similar keys that are not set: one of them was probably meant."""
@@ -211,12 +205,6 @@ def discriminator_of(cls: type[Section]) -> str:
 
 def _optional(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
-
-
-def _expected(info: FieldInfo) -> str:
-    words = in_words(field_type(info))
-    shape = shape_of(info.annotation)
-    return f"a section with the keys {', '.join(shape.variants[0].model_fields)}" if words == "section" else words
 
 
 @cache

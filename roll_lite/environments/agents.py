@@ -135,16 +135,16 @@ class AgentSession:
         reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
         stops = {place: one for one in request.stop if (place := content.find(one)) >= 0}
         content = content[: min(stops, default=len(content))]
-        calls = [{**call, "id": self._unused(call["id"])} for call in message.get("tool_calls", [])]
+        calls = []
+        for call in message.get("tool_calls", []):
+            call_id = call["id"]
+            while call_id in self._call_ids:
+                call_id = f"call{next(self._call_numbers):05d}"
+            self._call_ids.add(call_id)
+            calls.append({**call, "id": call_id})
         reply = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}
         message = {name: value for name, value in reply.items() if value or name == "content"}
         return message, stops[min(stops)] if stops else None
-
-    def _unused(self, call_id: str) -> str:
-        while call_id in self._call_ids:
-            call_id = f"call{next(self._call_numbers):05d}"
-        self._call_ids.add(call_id)
-        return call_id
 
 
 def _digest(before: bytes, message: Message) -> bytes:
@@ -170,7 +170,7 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
         await server.start(host)
         session = AgentSession(policy, renderer_of)
         key = server.open(session)
-        result = None
+        result: Any = None
         try:
             try:
                 result = await agent(task, Endpoint(f"{server.url}/v1", key))
@@ -184,21 +184,17 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
             server.close(key)
             session.end()
         if gives_reward and (result is not None or policy.limit is None):
-            return _reward(result)
+            try:
+                return bool(result) if isinstance(result, bool | np.bool_) else float(result)
+            except (TypeError, ValueError):
+                expected = "expected a number, the reward; to have answers scored, name a `reward` in the domain"
+                raise ValueError(f"the agent's result is {result!r:.80}; {expected}") from None
         if isinstance(result, int | float):
             raise ValueError(f"the agent's result is the number {result!r}, but the domain's `reward` scores texts; leave out one of them")
         policy.answer = None if result is None else str(result)
         return None
 
     return play
-
-
-def _reward(result: Any) -> float:
-    try:
-        return bool(result) if isinstance(result, bool | np.bool_) else float(result)
-    except (TypeError, ValueError):
-        expected = "expected a number, the reward; to have answers scored, name a `reward` in the domain"
-        raise ValueError(f"the agent's result is {result!r:.80}; {expected}") from None
 
 
 def command_agent(command: Sequence[str]) -> Agent:
@@ -213,7 +209,7 @@ def command_agent(command: Sequence[str]) -> Agent:
             stderr=asyncio.subprocess.PIPE,
             env=os.environ | endpoint.variables,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=lambda: kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL),  # ends with this process
         )
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         reading = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr)]
@@ -236,10 +232,6 @@ def command_agent(command: Sequence[str]) -> Agent:
         return output.strip().rpartition("\n")[2] or None
 
     return run
-
-
-def _end_with_parent() -> None:
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 async def _end_of(stream: asyncio.StreamReader) -> str:

@@ -42,9 +42,9 @@ class Environment(Protocol):
         ...
 
 
-def messages_from(given: str | Message | Sequence[Message], role: str = "user") -> list[Message]:
+def messages_from(given: str | Message | Sequence[Message]) -> list[Message]:
     if isinstance(given, str):
-        return [{"role": role, "content": given}]
+        return [{"role": "user", "content": given}]
     messages = [given] if isinstance(given, Mapping) else list(given)
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):

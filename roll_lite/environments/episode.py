@@ -153,7 +153,15 @@ class Policy:
         self._refuse_if_cancelled()
         new = messages_from(messages)
         self.begin_turn()
-        ids = self._rendered(new)
+        if self._last is None:
+            ids = self._renderer.prompt(new)
+            if len(ids) > self.limits.max_prompt_tokens:
+                raise ValueError(f"the first prompt has {len(ids)} tokens; sampling.max_prompt_tokens is {self.limits.max_prompt_tokens}")
+        else:
+            ids = self._renderer.continuation(self._last.tolist(), new)
+            if len(ids) >= self.room:
+                self.finish(FinishReason.LENGTH, f"no room is left for a response ({self.room} tokens, {len(ids)} of new messages)")
+            self.room -= len(ids)
         self.messages += new
         most = self.limits.max_turn_tokens
         after = len(self._rewards) - 1 if self._rewards else None
@@ -214,18 +222,6 @@ class Policy:
         waiting = self._answers.get(answer.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
-
-    def _rendered(self, new: Sequence[Message]) -> list[int]:
-        if self._last is None:
-            ids = self._renderer.prompt(new)
-            if len(ids) > self.limits.max_prompt_tokens:
-                raise ValueError(f"the first prompt has {len(ids)} tokens; sampling.max_prompt_tokens is {self.limits.max_prompt_tokens}")
-            return ids
-        ids = self._renderer.continuation(self._last.tolist(), new)
-        if len(ids) >= self.room:
-            self.finish(FinishReason.LENGTH, f"no room is left for a response ({self.room} tokens, {len(ids)} of new messages)")
-        self.room -= len(ids)
-        return ids
 
     def finish(self, reason: FinishReason, why: str) -> NoReturn:
         self.finish_reason, self.limit = reason, (reason, why)
@@ -327,19 +323,17 @@ class Player:
         except (Exception, asyncio.CancelledError, SystemExit) as error:  # process edge: what user code raises is recorded as a failure
             if policy.cancelled:
                 return
-            expired = isinstance(error, TimeoutError) and policy.timer is not None and policy.timer.expired()
-            cause = f"it took longer than {limit_s:g} s (turn_timeout_s) to answer a response" if expired else _describe(error)
+            if isinstance(error, TimeoutError) and policy.timer is not None and policy.timer.expired():
+                cause = f"it took longer than {limit_s:g} s (turn_timeout_s) to answer a response"
+            else:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                cause = f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
             refusal = f"a request was refused ({policy.refusal:.{LONGEST_REFUSAL}}), then: " if policy.refusal else ""
             self._emit(Failed(order.episode, refusal + cause))
 
     def _forget(self, episode: int, task: asyncio.Task[None]) -> None:
         if self._tasks[episode] is task:  # else the number is already used again
             del self._policies[episode], self._tasks[episode]
-
-
-def _describe(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 
 
 # ---------------------------------------------------------------- the user's functions and classes
@@ -401,7 +395,11 @@ def play_class(cls: Callable[..., Any], args: dict[str, Any], call: Calls) -> Ep
             first = await call(environment.reset, task)
             message = await policy.respond(task.messages if first is None else first)
             while True:
-                step = Step(*_fields(await call(environment.step, message)))
+                answer = await call(environment.step, message)
+                answer = (answer,) if isinstance(answer, str) else answer
+                if not isinstance(answer, tuple) or not 1 <= len(answer) <= len(Step._fields):
+                    raise ValueError(f"step returned {answer!r:.80}; expected a Step, or a tuple (messages, reward, done)")
+                step = Step(*answer)
                 policy.reward(step.reward)
                 if step.correct is not None:
                     policy.correct = step.correct
@@ -415,11 +413,3 @@ def play_class(cls: Callable[..., Any], args: dict[str, Any], call: Calls) -> Ep
                 await call(environment.close)
 
     return play
-
-
-def _fields(answer: Any) -> tuple[Any, ...]:
-    if isinstance(answer, str):
-        return (answer,)
-    if not isinstance(answer, tuple) or not 1 <= len(answer) <= len(Step._fields):
-        raise ValueError(f"step returned {answer!r:.80}; expected a Step, or a tuple (messages, reward, done)")
-    return answer

@@ -61,6 +61,7 @@ class ChatRenderer:
         self._arguments = dict(arguments)
         self._tools = self._text.guard(list(tools)) if tools else None
         self._setting = setting
+        self._remedy = f"name a template for multi-turn conversations in {setting}.file"
         self._template = tokenizer.get_chat_template(chat_template, self._tools)
         self._later_tools = self._tools
         """Tools passed to the template for continuations; None, which is faster, if the rendered text is the same without tools."""
@@ -151,10 +152,6 @@ class ChatRenderer:
         with suppress(ValueError):
             return all(self._following([message]) == text for message, text in zip(kinds, texts, strict=True))
         return False
-
-    @property
-    def _remedy(self) -> str:
-        return f"name a template for multi-turn conversations in {self._setting}.file"
 
     def _guarded(self, messages: Sequence[Message]) -> list[Message]:
         return [self._text.guard(one, only_special=one["role"] == "assistant") for one in messages]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import bm25s
@@ -15,7 +15,17 @@ tokenize = partial(bm25s.tokenize, token_pattern=WORD, show_progress=False)
 
 
 def search_in(settings: SearchToolConfig) -> Callable[[str], str]:
-    documents = [f"[{head}]\n{text}" for head, text in _documents(settings)]
+    documents: list[str] = []
+    if settings.corpus.suffix == ".txt":
+        lines = enumerate(read_text(settings.corpus).splitlines(), 1)
+        documents += [f"[{number}]\n{line}" for number, line in lines if line.strip()]
+    else:
+        for row in read_rows(settings.corpus):
+            content = row.content if isinstance(row.content, dict) else {}
+            if not isinstance(text := content.get(settings.text), str):
+                raise ValueError(f"text: {row.place}: no text in column {settings.text!r}; columns: {', '.join(content) or row.content}")
+            head = " ".join(str(content[name]) for name in ("id", "title") if name in content) or row.number
+            documents.append(f"[{head}]\n{text}")
     if not documents:
         raise ValueError(f"corpus: {settings.corpus} has no documents")
     index = bm25s.BM25()
@@ -34,14 +44,3 @@ def search_in(settings: SearchToolConfig) -> Callable[[str], str]:
         return "\n\n".join(shown) or "No document has any of these words."
 
     return search
-
-
-def _documents(settings: SearchToolConfig) -> Iterator[tuple[str, str]]:
-    if settings.corpus.suffix == ".txt":
-        yield from ((str(number), line) for number, line in enumerate(read_text(settings.corpus).splitlines(), 1) if line.strip())
-        return
-    for row in read_rows(settings.corpus):
-        content = row.content if isinstance(row.content, dict) else {}
-        if not isinstance(text := content.get(settings.text), str):
-            raise ValueError(f"text: {row.place}: no text in column {settings.text!r}; columns: {', '.join(content) or row.content}")
-        yield " ".join(str(content[name]) for name in ("id", "title") if name in content) or str(row.number), text

@@ -80,21 +80,17 @@ class ToolCallParser:
         parts = THOUGHTS.split(f"<think>{text}" if opened else text)
         calls: list[dict[str, Any]] = []
         for number in range(0, len(parts), 2):  # thoughts have odd numbers
-            parts[number] = self._take_calls(parts[number], calls)
+            part, rest, at = parts[number], "", 0
+            for start, end, values in self._finder(part, self._parameters):
+                rest += part[at:start]
+                at = end
+                for value in values:
+                    calls.append(_checked(value, len(calls), part[start:end]))
+            parts[number] = rest + part[at:]
         content = "".join(parts)
         if opened:
             content = content.removeprefix("<think>")
         return Parsed(content.strip() if calls else content, calls)
-
-    def _take_calls(self, text: str, calls: list[dict[str, Any]]) -> str:
-        assert self._finder is not None
-        rest, at = "", 0
-        for start, end, values in self._finder(text, self._parameters):
-            rest += text[at:start]
-            at = end
-            for value in values:
-                calls.append(_checked(value, len(calls), text[start:end]))
-        return rest + text[at:]
 
 
 def split_thoughts(content: str, thinking: bool) -> tuple[str, str]:

@@ -43,10 +43,7 @@ class FunctionTool:
         self._calls = calls
 
     def opened(self, task: Task) -> AbstractAsyncContextManager[Call]:
-        return nullcontext(self._call)
-
-    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
-        return await self._calls(self._function, **arguments)
+        return nullcontext(lambda name, arguments: self._calls(self._function, **arguments))
 
 
 def play_tools(tools: Sequence[Tools], max_chars: int) -> EpisodeFunction:

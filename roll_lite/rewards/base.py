@@ -148,16 +148,13 @@ class RewardFunction:
             kind = ResponseSuspected if isinstance(self._function, RewardType) and isinstance(error, BY_INPUT) else RewardFailed
             where = f"({last.filename}, line {last.lineno})"
             raise kind(f"reward {self.name}: {type(error).__name__}: {error} {where}") from error
-        return self._read(results, len(items))
-
-    def _read(self, results: Any, expected: int) -> list[Score | RewardFailed]:
         if not self.is_batched:
             results = [results]
         elif isinstance(results, str | bytes | Mapping) or not isinstance(results, Iterable):
             raise RewardFailed(f"reward {self.name}: returned {results!r:.80} for a list of samples; expected a list of as many scores")
         found = list(results)
-        if len(found) != expected:
-            raise RewardFailed(f"reward {self.name}: returned {len(found)} scores for {expected} samples")
+        if len(found) != len(items):
+            raise RewardFailed(f"reward {self.name}: returned {len(found)} scores for {len(items)} samples")
         if suspected := next((one for one in found if isinstance(one, ResponseSuspected)), None):
             raise suspected
         scores: list[Score | RewardFailed] = []

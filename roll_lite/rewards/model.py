@@ -27,10 +27,6 @@ def _is_text(text: str) -> str:
     return text
 
 
-def _is_template(template: str) -> str:
-    return template if template == CHAT else checked_template(template)
-
-
 class ModelReward(RewardType):
     """Score a response with the sequence-classification model `reward_models.<model>`. If the text is longer than the model's max_length,
     the score is 0. If the model's outputs may be negative, use `scale: sigmoid`; otherwise a bad response may score below one that is too
@@ -55,7 +51,7 @@ class ModelReward(RewardType):
 
     model: str
     """Name in the section `reward_models`."""
-    template: Annotated[str, AfterValidator(_is_template)] = "{prompt}{response}"
+    template: Annotated[str, AfterValidator(lambda text: text if text == CHAT else checked_template(text))] = "{prompt}{response}"
     """Text that the model reads, or `chat`. {prompt} is the policy's input with its template applied, {question} the prompt as in the data,
     {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a data column.
     `chat` applies the reward model's chat template to `question` (user) and the response (assistant)."""
@@ -78,13 +74,10 @@ class ModelReward(RewardType):
         raise RewardFailed(f"reward model: {self.model!r} scores within a run only, in the processes that hold the model")
 
     def needs_answer(self) -> bool:
-        return "answer" in placeholders(self._text_read())
+        return "answer" in placeholders(self.question if self.template == CHAT else self.template)
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        return {"question" if self.template == CHAT else "template": columns_in(self._text_read())}
-
-    def _text_read(self) -> str:
-        return self.question if self.template == CHAT else self.template
+        return {"question": columns_in(self.question)} if self.template == CHAT else {"template": columns_in(self.template)}
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         known = config.reward_models

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from string import Formatter
 from typing import Any, TypeGuard
 
@@ -34,7 +33,9 @@ def filled(template: str, sample: RewardInput, reward: str, response: str | None
         value = "" if name is None else response if name == "response" and response is not None else filling(name, sample)
         if value is None:
             raise RewardFailed(f"reward {reward}: the template has {{{name}}}, which this sample has not")
-        value = chat_as_text(value) if is_chat(value) else value
+        if is_chat(value):
+            turns = [f"{message['role']}: {message['content']}" for message in value]
+            value = "\n\n".join(turns) if len(turns) > 1 else str(value[0]["content"])
         parts += [text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)]
     return "".join(parts)
 
@@ -53,9 +54,3 @@ def filling(name: str, sample: RewardInput) -> Any:
 
 def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in value)
-
-
-def chat_as_text(messages: Sequence[dict[str, Any]]) -> str:
-    if len(messages) == 1:
-        return str(messages[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

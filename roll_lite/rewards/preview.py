@@ -229,7 +229,21 @@ def read_references(config: RewardConfig, path: str, prompts: PromptSet, seconds
 
 
 def render(looked: Sequence[Looked], title: str) -> None:
-    _print(_table(looked))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, share in COLUMNS.items():
+        table.add_column(name, ratio=share or None, no_wrap=not share, overflow="fold", min_width=len(name))
+    for one in looked:
+        score, prompt, seconds = one.score, one.prompt, one.seconds
+        value, extracted, has_format = "", "", ""
+        if not isinstance(score, str):
+            value, has_format = f"{score.value:.4g}", {None: "", True: "yes", False: "no"}[score.format_ok]
+            others = ", ".join(f"{key}: {part}" for key, part in score.details.items() if key != "verdict")
+            extracted = str(score.details.get("extracted", others))
+        answer = "" if prompt.answer is None else str(prompt.answer)
+        texts = [str(prompt.uid), *map(_short, (prompt.text, one.response, answer, extracted)), value]
+        time_taken = f"{seconds * 1000:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+        table.add_row(*map(Text, texts), _verdict(score), Text(has_format), Text(time_taken))
+    _print(table)
     for cause, count in Counter(one.score for one in looked if isinstance(one.score, str)).most_common():
         _print(Text(f"failed {count} x: {cause[:LONGEST_CAUSE]}", style="red"))
     _print(Text(summary(looked, title)))
@@ -259,27 +273,6 @@ def summary(looked: Sequence[Looked], title: str) -> str:
     return ", ".join(parts) + (f"; mean score {mean(score.value for score in scores):.4g}" if scores else "")
 
 
-def _table(looked: Sequence[Looked]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, share in COLUMNS.items():
-        table.add_column(name, ratio=share or None, no_wrap=not share, overflow="fold", min_width=len(name))
-    for one in looked:
-        table.add_row(*_cells(one))
-    return table
-
-
-def _cells(one: Looked) -> list[Text]:
-    score = one.score
-    value, extracted, has_format = "", "", ""
-    if not isinstance(score, str):
-        value, has_format = f"{score.value:.4g}", {None: "", True: "yes", False: "no"}[score.format_ok]
-        others = ", ".join(f"{key}: {part}" for key, part in score.details.items() if key != "verdict")
-        extracted = str(score.details.get("extracted", others))
-    answer = "" if one.prompt.answer is None else str(one.prompt.answer)
-    texts = [str(one.prompt.uid), *map(_short, (one.prompt.text, one.response, answer, extracted)), value]
-    return [*map(Text, texts), _verdict(score), Text(has_format), Text(_time(one.seconds))]
-
-
 def _verdict(score: Score | str) -> Text:
     if isinstance(score, str):
         return Text("FAILED", "bold red")
@@ -293,7 +286,3 @@ def _short(text: str) -> str:
     text = text.strip().replace("\n", "⏎ ")
     half = (LONGEST_CELL - 5) // 2
     return text if len(text) <= LONGEST_CELL else f"{text[:half]} ... {text[-half:]}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1000:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -71,17 +71,14 @@ def _build_function(name: str, args: Mapping[str, Any], path: str) -> RewardFunc
             f"there are {', '.join(REWARDS)}, and dotted paths to functions of your own, package.module.function"
         )
     function = load_function(name, f"{path}.name", "sample -> score")
-    return RewardFunction(name, function, _checked_args(name, function, args, path))
-
-
-def _checked_args(name: str, function: Callable[..., Any], args: Mapping[str, Any], path: str) -> dict[str, Any]:
     signature = inspect.signature(function)
     try:
         signature.bind(None, **args)
     except TypeError as error:
         raise ValueError(f"{path}: {name!r} takes a sample and `args`: {error}; its signature is {signature}") from None
     hints = hints_of(function)
-    return {argument: _converted(value, hints.get(argument), f"{path}.args.{argument}") for argument, value in args.items()}
+    checked = {argument: _converted(value, hints.get(argument), f"{path}.args.{argument}") for argument, value in args.items()}
+    return RewardFunction(name, function, checked)
 
 
 def _converted(value: Any, hint: Any, path: str) -> Any:

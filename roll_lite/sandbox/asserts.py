@@ -154,25 +154,22 @@ class Tests:
         try:
             while message:
                 message = message[os.write(self._peer, message) :]
-            return json.loads(self._line())
+            poller = select.poll()
+            poller.register(self._peer, select.POLLIN)
+            found = [self._heard]
+            while b"\n" not in found[-1]:
+                if not poller.poll(max(0.0, self._deadline - time.monotonic()) * 1000):
+                    self._limit_hit = "wall"
+                    self._end("time limit: did not end")
+                found.append(os.read(self._peer, 1 << 20))
+                if not found[-1]:
+                    raise ConnectionError
+                if sum(map(len, found)) > LONGEST:
+                    self._end(f"the program returned a value of more than {LONGEST >> 20} MB")
+            line, _, self._heard = b"".join(found).partition(b"\n")
+            return json.loads(line)
         except ConnectionError:
             self._end("the program ended during its tests")
-
-    def _line(self) -> bytes:
-        poller = select.poll()
-        poller.register(self._peer, select.POLLIN)
-        found = [self._heard]
-        while b"\n" not in found[-1]:
-            if not poller.poll(max(0.0, self._deadline - time.monotonic()) * 1000):
-                self._limit_hit = "wall"
-                self._end("time limit: did not end")
-            found.append(os.read(self._peer, 1 << 20))
-            if not found[-1]:
-                self._end("the program ended during its tests")
-            if sum(map(len, found)) > LONGEST:
-                self._end(f"the program returned a value of more than {LONGEST >> 20} MB")
-        line, _, self._heard = b"".join(found).partition(b"\n")
-        return line
 
     def _end(self, why: str) -> NoReturn:
         self._dead_reason = self._dead_reason or why
@@ -186,19 +183,19 @@ def import_modules(statements: list[str]) -> None:
 
 def _error(answer: dict[str, Any]) -> Exception:
     """Recreate the program's exception, as the first class of its MRO that exists in this process."""
-    kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
+    kind: type[Exception] = RuntimeError
+    for name in map(str, answer["error"]):
+        module, _, plain = name.rpartition(".")
+        found = getattr(sys.modules.get(module), plain, None) if module.partition(".")[0] not in ("unittest", "_pytest") else None
+        if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, CONTROL):
+            kind = found
+            break
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)
     if str(error) != text:
         kind = type(kind.__name__, (kind,), {"__str__": lambda self: text})
         error = kind.__new__(kind, *args)
     return error
-
-
-def _known_kind(name: str) -> type[Exception] | None:
-    module, _, plain = name.rpartition(".")
-    kind = getattr(sys.modules.get(module), plain, None) if module.partition(".")[0] not in ("unittest", "_pytest") else None
-    return kind if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, CONTROL) else None
 
 
 # ---------------------------------------------------------------- a test, on either side
@@ -222,20 +219,20 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
             loaded, operators = Loaded().add(LOADED.modules), Operators(known, failed, test["source"])
         exec(compile(tree, "tests.py", "exec", dont_inherit=True), known)
     except SystemExit as end:
-        if inside and not _is_left_by(known, end):
+        *_, (frame, _) = traceback.walk_tb(end.__traceback__)
+        if inside and frame.f_globals is not known:
             wrong = "the program ended the test: SystemExit"
         elif end.code not in (None, 0, False):
             wrong = f"SystemExit: {end.code}"
     except BaseException as error:
-        wrong = _what_failed(error, test["source"])
+        at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "tests.py"]
+        line = test["source"].splitlines()[at[-1] - 1].strip() if at and at[-1] else ""
+        text = str(error)
+        said = f"{type(error).__name__}: {text}" if text else type(error).__name__ or "an exception without a name"
+        wrong = f"{said} at {line}"[:300] if line else said[:300]
     if loaded and operators and (replaced := (operators.end() | loaded.put_back()) - replaced_by(test["source"])):
         failed.append(f"the program replaced {', '.join(sorted(replaced))} of a module or class")
     return wrong or (failed[0] if failed else "")
-
-
-def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
-    *_, (frame, _) = traceback.walk_tb(end.__traceback__)
-    return frame.f_globals is tests
 
 
 def run_test_classes(names: dict[str, Any]) -> None:
@@ -255,14 +252,6 @@ def run_test_classes(names: dict[str, Any]) -> None:
         raise AssertionError(said.strip().rpartition("\n")[2])
     if not result.testsRun or result.skipped or result.unexpectedSuccesses:
         raise AssertionError("not every test of the test classes ran")
-
-
-def _what_failed(error: BaseException, source: str) -> str:
-    at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "tests.py"]
-    line = source.splitlines()[at[-1] - 1].strip() if at and at[-1] else ""
-    text = str(error)
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__ or "an exception without a name"
-    return f"{said} at {line}"[:300] if line else said[:300]
 
 
 # ---------------------------------------------------------------- the program's side

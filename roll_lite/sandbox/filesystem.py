@@ -50,7 +50,10 @@ WORK = "/sandbox"
 
 def readable_paths(more: Iterable[str]) -> list[str]:
     hidden, kept = hidden_paths(more), list[str]()
-    for path in sorted({*_interpreter(), *more}):
+    prefixes = map(os.path.realpath, (sys.base_prefix, sys.base_exec_prefix))
+    found = [f"{prefix}/{name}" for prefix in prefixes for name in ("bin", "lib", "lib64")]
+    interpreter = [os.path.dirname(os.path.realpath(os.__file__)), *filter(os.path.isdir, found)]  # noqa: PTH120
+    for path in sorted({*interpreter, *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
             kept.append(path)
     return kept
@@ -61,11 +64,6 @@ def hidden_paths(more: Iterable[str]) -> list[str]:
     found = {os.path.realpath(f"{library}/{name}") for library in libraries for name in PACKAGES}
     asked = [os.path.realpath(path) for path in more]
     return sorted(path for path in found if os.path.isdir(path) and not _below(path, asked))  # noqa: PTH112
-
-
-def _interpreter() -> list[str]:
-    found = [f"{os.path.realpath(prefix)}/{name}" for prefix in (sys.base_prefix, sys.base_exec_prefix) for name in ("bin", "lib", "lib64")]
-    return [os.path.dirname(os.path.realpath(os.__file__)), *(path for path in found if os.path.isdir(path))]  # noqa: PTH112, PTH120
 
 
 def _below(path: str, others: Iterable[str]) -> bool:
@@ -87,7 +85,11 @@ def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[st
 
 def build_root(more: Iterable[str]) -> None:
     shown, hidden = readable_paths(more), hidden_paths(more)
-    scratch = _covered(shown)
+    for scratch in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
+        if os.path.isdir(scratch) and not any(f"{path}/".startswith(f"{scratch}/") for path in shown):  # noqa: PTH112
+            break
+    else:
+        raise OSError("every folder that could be mounted over holds something that programs are to see")
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path in SYSTEM:
@@ -119,13 +121,6 @@ def build_root(more: Iterable[str]) -> None:
     # Ordinary users' programs own this folder. If it were writable, files left in it would be visible to the next program.
     mount("none", scratch, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     pivot_root(scratch)
-
-
-def _covered(shown: Iterable[str]) -> str:
-    for folder in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
-        if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in shown):  # noqa: PTH112
-            return folder
-    raise OSError("every folder that could be mounted over holds something that programs are to see")
 
 
 def _show(path: str, scratch: str) -> None:

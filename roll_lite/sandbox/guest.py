@@ -9,7 +9,6 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from roll_lite.sandbox.filesystem import PACKAGES
 from roll_lite.sandbox.kernel import PR_SET_DUMPABLE, prctl
@@ -22,16 +21,15 @@ def main() -> None:
     job.unlink()  # contains the tests, which a program must not read
     with contextlib.suppress(OSError):
         prctl(PR_SET_DUMPABLE, 0)  # and programs must not read this process's memory
+    parts = []
+    for part in asked:
+        unpacked = {name: base64.b64decode(part[name]) for name in ("stdin", "artifact")}
+        parts.append(Program(**{**part, **unpacked, "limits": Limits(**part["limits"])}))
     packages = [path for path in sys.path if path.endswith(PACKAGES)]
     pool = SandboxPool(allow_unprotected=True, walls="none", python_path=packages)
     try:
-        outcome = asdict(pool.run(Pair(*map(_program, asked)) if len(asked) > 1 else _program(asked[0])))
+        outcome = asdict(pool.run(Pair(*parts) if len(parts) > 1 else parts[0]))
     finally:
         pool.close()
     outcome |= {name: base64.b64encode(outcome[name]).decode("ascii") for name in ("stdout", "stderr", "result")}
     Path("outcome.json").write_text(json.dumps(outcome), encoding="utf-8")
-
-
-def _program(asked: dict[str, Any]) -> Program:
-    unpacked = {name: base64.b64decode(asked[name]) for name in ("stdin", "artifact")}
-    return Program(**{**asked, **unpacked, "limits": Limits(**asked["limits"])})

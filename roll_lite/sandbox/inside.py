@@ -34,6 +34,7 @@ OF_ARRAYS = ("__array_ufunc__", "__array_function__")
 """Methods by which a class replaces numpy functions for its objects."""
 OPERATORS = {*RICH, *(f"__{kind}{name}__" for name in ARITHMETIC for kind in ("", "r", "i")), *OF_ARRAYS, "__array_wrap__"}
 SEES_PLAIN = "an operator of the program's class would see the plain value that is expected of it"
+SWALLOWED = "a context manager of the program swallowed the rest of its block"
 OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
 PLAIN_CONTAINERS = (list, tuple, set, frozenset, dict)
 DEEPEST = 20
@@ -54,12 +55,13 @@ def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module
         "__builtins__": BUILTINS,
         "__compare__": compare,
         "__seen__": guard_value,
-        "__named__": guard_named_value,
+        # A value that a test reads from a variable or by subscript. Items of containers are guarded when they are read.
+        "__named__": lambda value: value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value),
         "__minus__": minus,
         "__true__": lambda one: one is not NotImplemented and one,
         "__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300]),
         "__reached__": set(),
-        "__all_reached__": functools.partial(_all_reached, failed),
+        "__all_reached__": lambda reached, line: failed.extend([] if line in reached else [f"{SWALLOWED}, line {line} of the tests"]),
         **{f"__{name}__": one for name, one in CALLING.items()},
     }
     if "unittest" in source:
@@ -145,11 +147,6 @@ CALLING = {"map": _map, "filter": _filter, "iter": _iter}
 """Generators in place of builtins that call functions. A function's StopIteration is then an error (PEP 479), not the end of a loop."""
 
 
-def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
-    if line not in reached:
-        failed.append(f"a context manager of the program swallowed the rest of its block, line {line} of the tests")
-
-
 def _guard_unittest(failed: list[str]) -> None:
     """Wrap unittest's assert methods: a failure counts even if the program catches it, and the program's objects are equal only if their
     attributes are."""
@@ -197,7 +194,7 @@ def _compared(kind: str, first: Any, second: Any) -> Any:
     if type(result) is not bool:
         raise AssertionError(f"a comparison of the program's gave a {type(result).__name__}")
     if kind in ("Eq", "NotEq") and result == (kind == "Eq"):
-        return (_state(first) == _state(second)) == result
+        return (_without_order(_held(first)) == _without_order(_held(second))) == result
     return result
 
 
@@ -253,12 +250,6 @@ def guard_value(value: Any) -> Any:
     return value
 
 
-def guard_named_value(value: Any) -> Any:
-    """Guard and return a value that a test reads from a variable or by subscript. Skip values of classes that were loaded before the
-    program; items of containers are guarded by `guard_value`."""
-    return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value)
-
-
 def minus(one: Any, other: Any) -> Any:
     """Subtract for a test's `abs(a - b)`. If only one value is the program's object, convert it to plain data first: its `__sub__` would
     see the expected value and could fake the result."""
@@ -276,7 +267,11 @@ def guard_class(kind: type) -> None:
     held = HELD_BY(kind)
     for name in [name for name in held if name in OPERATORS]:
         one = held[name]
-        if one is not None and not _is_guard(one) and (_is_odd(name, one) or (type(one) not in OF_C and _is_own(kind))):
+        if one is None or _is_guard(one):
+            continue
+        # Neither a Python function nor a C method of the same name, as in `__sub__ = float.__mul__`.
+        is_odd = one.__name__ != name if type(one) in OF_C else type(one) is not types.FunctionType
+        if is_odd or (type(one) not in OF_C and _is_own(kind)):
             type.__setattr__(kind, name, _guard(name, one))
 
 
@@ -355,11 +350,6 @@ def _is_programs(known: dict[str, Any]) -> bool:
     return id(known) not in LOADED.names and known is not Operators.tests and known is not OURS
 
 
-def _is_odd(name: str, held: Any) -> bool:
-    """True if an operator is neither a Python function nor a C method of the same name (`__sub__ = float.__mul__`)."""
-    return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
-
-
 def _has_own_comparison(value: Any, depth: int = 0) -> bool:
     """True if comparing the value or its items would call an operator of the program. These operators are guarded."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
@@ -370,11 +360,7 @@ def _has_own_comparison(value: Any, depth: int = 0) -> bool:
     return any(not HELD_BY(kind).keys().isdisjoint(RICH) for kind in own)
 
 
-def _state(value: Any) -> Any:
-    return _without_order(_held(value, ()))
-
-
-def _held(value: Any, above: tuple[int, ...]) -> Any:
+def _held(value: Any, above: tuple[int, ...] = ()) -> Any:
     def refer(one: Any) -> Any:
         if id(type(one)) in LOADED.classes and not callable(one):
             return one

@@ -68,7 +68,27 @@ def isolate_interpreter(readable: Sequence[str], wanted: str) -> Isolation:
             return _namespaces(readable)
         why_not.append(f"namespaces: {trouble}")
     _shown_by_landlock(tuple(readable))  # cached here once, instead of in every program's process
-    return _without_namespaces(why_not, wanted)
+    if wanted == "none":
+        return Isolation("none", {}, why_not)
+    isolation = Isolation("landlock", {}, why_not)
+    _filter_calls(isolation, own_pid=0)
+    abi = landlock_abi()
+    if os.getuid() == 0 and _may_use_another_user():
+        own = FIRST_OF_OWN + os.getpid()
+        isolation.user = NOBODY if _trouble_with(lambda: _change_user(own)) else own
+        isolation.held["users"] = f"user {isolation.user}, no capability but to read what landlock shows"
+    elif os.getuid() == 0:
+        why_not.append(f"users: this root may not start, kill and clean up after processes of user {NOBODY}")
+    if isolation.filter and (abi >= TRUNCATE_ABI or (abi and "users" in isolation.held)):
+        isolation.held["files"] = f"landlock (version {abi}), seccomp; known names and sizes can be looked up"
+    else:
+        why_not.append(f"files: landlock version {abi} alone lets programs empty or chmod them" if abi else "landlock: not in this kernel")
+    lacks = _open_to_others(abi, bool(isolation.filter), _is_root_of_machine(), "users" in isolation.held)
+    if lacks:
+        why_not.append(f"processes: {lacks}")
+    else:
+        isolation.held["processes"] = "landlock, seccomp; killed as children of a subreaper"
+    return isolation
 
 
 def _try_namespaces(readable: Sequence[str]) -> None:
@@ -103,10 +123,16 @@ def _trouble_with(change: Callable[[], None]) -> str:
 def _namespaces(readable: Sequence[str]) -> Isolation:
     uid, gid = os.getuid(), os.getgid()
     own_users = True
-    if _is_root_of_machine() or (uid == 0 and _works(_change_user)):
+    if _is_root_of_machine() or (uid == 0 and not _trouble_with(_change_user)):
         kernel.unshare(kernel.CLONE_NEWNS)
         filesystem.build_root(readable)
-        own_users = _become_nobody()
+        own_users = not _trouble_with(_as_nobody)
+        if own_users:
+            _as_nobody()
+        elif _may_use_another_user():  # programs will start under another user id
+            kernel.unshare(OTHERS)
+        else:
+            raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
     else:
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
         kernel.write_id_maps(uid, gid)
@@ -129,24 +155,8 @@ def _is_root_of_machine() -> bool:
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
 
-def _become_nobody() -> bool:
-    """Become user NOBODY in a new user namespace. Return False if user namespaces are impossible, so that programs must start under another
-    user id; PermissionError if this is forbidden too."""
-    if not _works(_as_nobody):
-        if not _may_use_another_user():
-            raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
-        kernel.unshare(OTHERS)
-        return False
-    _as_nobody()
-    return True
-
-
-def _works(change: Callable[[], None]) -> bool:
-    return not _trouble_with(change)
-
-
 def _may_use_another_user() -> bool:
-    return kernel.has_capabilities(kernel.FOR_ANOTHER_USER) and _works(_change_user)
+    return kernel.has_capabilities(kernel.FOR_ANOTHER_USER) and not _trouble_with(_change_user)
 
 
 def _change_user(user: int = NOBODY) -> None:
@@ -156,6 +166,7 @@ def _change_user(user: int = NOBODY) -> None:
 
 
 def _as_nobody() -> None:
+    """Become user NOBODY in a new user namespace."""
     _change_user()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | OTHERS)
@@ -170,30 +181,6 @@ def _filter_calls(isolation: Isolation, own_pid: int | None = None) -> None:
     else:
         network = isolation.held.get("network")
         isolation.held |= {"network": f"{network}, seccomp" if network else "seccomp", "system calls": "seccomp"}
-
-
-def _without_namespaces(why_not: list[str], wanted: str) -> Isolation:
-    if wanted == "none":
-        return Isolation("none", {}, why_not)
-    isolation = Isolation("landlock", {}, why_not)
-    _filter_calls(isolation, own_pid=0)
-    abi = landlock_abi()
-    if os.getuid() == 0 and _may_use_another_user():
-        own = FIRST_OF_OWN + os.getpid()
-        isolation.user = own if _works(lambda: _change_user(own)) else NOBODY
-        isolation.held["users"] = f"user {isolation.user}, no capability but to read what landlock shows"
-    elif os.getuid() == 0:
-        why_not.append(f"users: this root may not start, kill and clean up after processes of user {NOBODY}")
-    if isolation.filter and (abi >= TRUNCATE_ABI or (abi and "users" in isolation.held)):
-        isolation.held["files"] = f"landlock (version {abi}), seccomp; known names and sizes can be looked up"
-    else:
-        why_not.append(f"files: landlock version {abi} alone lets programs empty or chmod them" if abi else "landlock: not in this kernel")
-    lacks = _open_to_others(abi, bool(isolation.filter), _is_root_of_machine(), "users" in isolation.held)
-    if lacks:
-        why_not.append(f"processes: {lacks}")
-    else:
-        isolation.held["processes"] = "landlock, seccomp; killed as children of a subreaper"
-    return isolation
 
 
 def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -> str:
@@ -298,17 +285,13 @@ def _set_limits(limits: Mapping[str, Any], others: int) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 256,  # includes timers; counted per user
+        resource.RLIMIT_STACK: 64 << 20,
     }
     for which, value in wanted.items():
-        value = _at_most(value, resource.getrlimit(which)[1])
-        resource.setrlimit(which, (value, value))
-    # Many programs raise their stack limit. The hard limit allows that, since the address space is limited anyway.
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    resource.setrlimit(resource.RLIMIT_STACK, (_at_most(64 << 20, hard), hard))
-
-
-def _at_most(value: int, hard: int) -> int:
-    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        # Many programs raise their stack limit. The hard limit allows that, since the address space is limited anyway.
+        resource.setrlimit(which, (value, hard if which == resource.RLIMIT_STACK else value))
 
 
 def reset_signals() -> None:

@@ -202,6 +202,17 @@ class Sandbox:
         self._ensure_started()
         assert self._line is not None
         limits = program.limits
+        ordered = {
+            "cpu_s": limits.cpu_s,
+            "wall_s": limits.wall_s,
+            "memory_bytes": limits.memory_mb << 20,
+            "file_bytes": max(limits.file_mb << 20, (limits.output_kb + 1) << 10),
+            "folder_bytes": limits.folder_mb << 20,
+            "folder_files": 4096,
+            "processes": limits.processes,
+            "open_files": limits.open_files,
+            "address_space": program.address_space,
+        }
         files = [memory_file(json.dumps(program.order).encode()), memory_file(program.stdin), memory_file(), memory_file(), memory_file()]
         if program.artifact:
             files.append(memory_file(program.artifact))
@@ -209,7 +220,7 @@ class Sandbox:
         self._running = (program, files, time.monotonic() + limits.wall_s + GRACE_S)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))
         try:
-            self._line.sendmsg([json.dumps(_ordered_limits(program)).encode()], [rights])
+            self._line.sendmsg([json.dumps(ordered).encode()], [rights])
         except OSError as error:
             self._forget()
             raise SandboxDied(f"the sandbox died: {error}") from error
@@ -321,21 +332,6 @@ class Sandbox:
         except OSError as error:
             raise SandboxDied(f"no word from the sandbox: {error}") from error
         return dict(json.loads(heard))
-
-
-def _ordered_limits(program: Program) -> dict[str, Any]:
-    limits = program.limits
-    return {
-        "cpu_s": limits.cpu_s,
-        "wall_s": limits.wall_s,
-        "memory_bytes": limits.memory_mb << 20,
-        "file_bytes": max(limits.file_mb << 20, (limits.output_kb + 1) << 10),
-        "folder_bytes": limits.folder_mb << 20,
-        "folder_files": 4096,
-        "processes": limits.processes,
-        "open_files": limits.open_files,
-        "address_space": program.address_space,
-    }
 
 
 def ended_its_sandbox(job: Program | Pair) -> Outcome:

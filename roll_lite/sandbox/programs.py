@@ -191,19 +191,14 @@ def _serve(order: dict[str, Any]) -> None:
     replace them."""
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order["imports"])
-    for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):
-        with contextlib.suppress(Exception, SystemExit):  # the program will raise the error again
+    nodes: list[ast.AST] = []
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # the program will raise the error again
+        nodes += ast.walk(ast.parse(f"{order.get('prelude', '')}\n{order['source']}"))
+    for statement in [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]:
+        with contextlib.suppress(Exception, SystemExit):
             exec(statement, {})
     LOADED.add()
     serve(_module(order, FROM_PROGRAM), order["names"], PEER, order["test_s"])
-
-
-def _imports(source: str) -> list[str]:
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    return [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def _tests(order: dict[str, Any]) -> None:

@@ -196,7 +196,8 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
         code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE | errno.EPERM)]
     code += [(JUMP_EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]
     if own_pid is not None:
-        code += _only_own(own_pid, OF_OTHERS if signals_stay else SIGNALS + OF_OTHERS, column)
+        for numbers in OF_OTHERS if signals_stay else SIGNALS + OF_OTHERS:  # the first argument must be 0 or the own process
+            code += _where(numbers[column], 0, [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)])
         # Only streams and sequenced packets: a datagram socket can send to any other socket by name.
         code += _where(SOCKETPAIR[column], 1, [(AND, 0, 0, 0xF), (JUMP_EQUAL, 2, 0, STREAM), (JUMP_EQUAL, 1, 0, PACKETS_IN_ORDER)])
     code += _where(IOCTL[column], 1, [(JUMP_EQUAL, len(IOCTLS) - place, 0, one) for place, one in enumerate(IOCTLS)])
@@ -213,13 +214,6 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
     code += _where(PRLIMIT[column], 1, is_new_core)
     code += [(RETURN, 0, 0, ALLOW)]
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
-
-
-def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[tuple[int, int, int, int]]:
-    """Return code that allows `calls` only for process id 0 or `own_pid` as first argument. `calls`: numbers on (x86_64, aarch64).
-    `column`: this machine's index in these pairs."""
-    tests = [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)]
-    return [one for numbers in calls for one in _where(numbers[column], 0, tests)]
 
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:

@@ -72,8 +72,9 @@ class Usage:
             key = process, int(fields[19])
             if process == counted:
                 self._mappings[key] = _mappings(process, thread)
-            own = self._own_pages if self._is_forked(shown) else 0
-            memory += max(0, int(shown[21]) - own) * PAGE + self._mappings.get(key, 0) * OF_MAPPING
+            # The stack of a fork without exec starts at this interpreter's address; if addresses are hidden, a flag is set.
+            is_forked = shown[STACK] == self._own_stack if shown[STACK] != b"0" else int(shown[6]) & FORKED_AND_NO_MORE
+            memory += max(0, int(shown[21]) - (self._own_pages if is_forked else 0)) * PAGE + self._mappings.get(key, 0) * OF_MAPPING
             memory += (status.get(b"VmPTE:", 0) + status.get(b"VmSwap:", 0)) << 10
             threads += status.get(b"Threads:", 1)
             used = [int(fields[place]) / TICKS for place in (11, 12, 13, 14)]
@@ -140,16 +141,6 @@ class Usage:
     def cpu_s(self) -> float:
         seen = sum(self._seen.values())
         return seen + self._unseen_s if self._group is None else max(seen, self._group.cpu_s())
-
-    def out_of_memory(self) -> bool:
-        return self._group is not None and self._group.out_of_memory()
-
-    def _is_forked(self, stat: list[bytes]) -> bool:
-        """True for a fork without exec.
-
-        Its stack starts at this interpreter's address or, if addresses are hidden, the flag "forked, no exec" is set.
-        """
-        return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
         """Upper bound of the program's socket buffers, which the kernel charges to no process. 0 without namespaces, as other programs'

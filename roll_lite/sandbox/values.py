@@ -31,7 +31,7 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
 NAMED = {kind.__name__: kind for kind in STANDARD}
 FIRST_ARGUMENT_TYPE = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
 """{type name: required type of the first argument}. A number as first argument could make a huge object."""
-ARGUMENT_TYPE = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
+ARGUMENT_TYPE: dict[str, Any] = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
 """{type name: required type of all arguments}. Other types are refused, because decoding could compute Fraction("1e99999999")."""
 LONGEST_NUMBER = 10_000
 SAME_HASH = 100
@@ -64,7 +64,14 @@ FROM_PROGRAM = "solution"
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
     """Encode plain data. `refer` encodes other values; without it, they raise TypeError."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return _scalar(value)
+        value = plain_copy(value)
+        if isinstance(value, int):
+            return value if isinstance(value, bool) or -(2**63) < value < 2**63 else {"i": hex(value)}
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"f": repr(value)}
+        if isinstance(value, complex):
+            return {"c": [repr(value.real), repr(value.imag)]}
+        return {"b": value.hex()} if isinstance(value, bytes) else value
     if type(value) in STANDARD:
         return {"o": [type(value).__name__, [encode(one, refer) for one in STANDARD[type(value)](value)]]}
     plain = plain_copy(value)
@@ -98,17 +105,6 @@ def plain_copy(value: Any) -> Any:
     return value
 
 
-def _scalar(value: Any) -> Any:
-    value = plain_copy(value)
-    if isinstance(value, int):
-        return value if isinstance(value, bool) or -(2**63) < value < 2**63 else {"i": hex(value)}
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"f": repr(value)}
-    if isinstance(value, complex):
-        return {"c": [repr(value.real), repr(value.imag)]}
-    return {"b": value.hex()} if isinstance(value, bytes) else value
-
-
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
     """Decode what `encode` has encoded. Raise ValueError for other data. `find` resolves references made by `refer`; without it, iterators,
     dict views and numpy arrays become lists."""
@@ -138,7 +134,7 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         if type(args[0]) is not FIRST_ARGUMENT_TYPE.get(name, type(args[0])):
             raise TypeError(f"{name} of {type(args[0]).__name__}")
         part = ARGUMENT_TYPE.get(name)
-        if part and not all(type(one) is part and _digits(one) <= LONGEST_NUMBER for one in args):
+        if part and not all(type(one) is part and (len(one) if part is str else one.bit_length() // 3) <= LONGEST_NUMBER for one in args):
             raise TypeError(f"{name} of other than {part.__name__}, or of too long ones")
         if name == "OrderedDict":
             _spread([key for key, _ in args[0]])
@@ -156,10 +152,6 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         "a": lambda array: decode(array[1], find),
     }
     return read[kind](inner)
-
-
-def _digits(number: Any) -> int:
-    return len(number) if isinstance(number, str) else number.bit_length() // 3
 
 
 def _spread(items: list[Any]) -> list[Any]:

@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from roll_lite.sandbox import kernel
 from roll_lite.sandbox.cgroup import Group, die_first, make_group
@@ -64,7 +64,11 @@ def main(control: int, settings: dict[str, Any]) -> None:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     if pid := os.fork():
         line.close()
-        _clean_up_after(pid, folder)
+        os.waitpid(pid, 0)
+        if folder:  # namespaces end with the zygote
+            kill_descendants()
+        remove_folder(folder)
+        os._exit(0)
     if isolation.kind == "namespaces":
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
@@ -91,17 +95,8 @@ def main(control: int, settings: dict[str, Any]) -> None:
     line.sendall(json.dumps(hello).encode() + b"\n")
     try:
         Zygote(line, isolation, settings["readable"], folder, group).serve()
-    finally:
+    finally:  # also if the parent, which waits for the zygote's end, was killed
         remove_folder(folder)
-
-
-def _clean_up_after(zygote: int, folder: str) -> NoReturn:
-    # Namespaces end with the zygote. If this process, its parent, is killed, the zygote cleans up.
-    os.waitpid(zygote, 0)
-    if folder:
-        kill_descendants()
-    remove_folder(folder)
-    os._exit(0)
 
 
 class Zygote:
@@ -240,7 +235,7 @@ class Zygote:
         cpu_s = max(usage.ru_utime + usage.ru_stime, self._usage.cpu_s())
         if not stopped:
             out_of_time = cpu_s > limits["cpu_s"] or os.waitstatus_to_exitcode(status) == kernel.OUT_OF_TIME
-            stopped = "cpu" if out_of_time else "memory" if self._usage.out_of_memory() else ""
+            stopped = "cpu" if out_of_time else "memory" if self._group is not None and self._group.out_of_memory() else ""
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, pid: int) -> list[tuple[int, int]] | None:

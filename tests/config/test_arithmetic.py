@@ -56,7 +56,8 @@ algorithm: {advantage: {name: gae}, kl_in_reward: {coef: 0.1}, ppo_epochs: 3, mi
     add, copy = arithmetic.domains
     assert (add.share, add.prompts_per_step, add.samples_per_step, add.max_tokens) == (Fraction(1, 3), 4, 16, 48)
     assert (copy.share, copy.prompts_per_step, copy.samples_per_step, copy.max_tokens) == (Fraction(2, 3), 8, 64, 40)
-    assert (arithmetic.samples_per_step, arithmetic.mini_batch_samples, arithmetic.updates_per_step) == (80, 40, 6)
+    assert (arithmetic.samples_per_step, arithmetic.mini_batch_samples) == (80, 40)
+    assert "6 (ppo_epochs 3 x mini_batches 2)" in render(arithmetic)
     assert (arithmetic.max_model_len, arithmetic.engine_replicas, arithmetic.device_count) == (48, 2, 13)
     assert {role: (one.copies, one.shares_with) for role, one in arithmetic.clusters.items()} == {
         "actor_train": (2, ("actor_infer", "reference")),

@@ -425,13 +425,13 @@ def test_what_a_group_is_told_and_tells(tmp_path: Path, monkeypatch: pytest.Monk
     assert [(tmp_path / name).read_text() for name in ("memory.swap.max", "pids.max")] == ["0", "18"]
     group.enter()
     assert (tmp_path / "cgroup.procs").read_text() == "0"
-    assert usage.exceeded_limit(0, []) == "" and not usage.out_of_memory()
+    assert usage.exceeded_limit(0, []) == "" and not group.out_of_memory()
     (tmp_path / "cpu.stat").write_text("usage_usec 6200000\n")
     (tmp_path / "memory.events").write_text("oom_kill 3\n")
-    assert usage.cpu_s() == pytest.approx(1.2, abs=0.1) and usage.out_of_memory()
+    assert usage.cpu_s() == pytest.approx(1.2, abs=0.1) and group.out_of_memory()
     assert usage.exceeded_limit(0, []) == "cpu"
     usage.begin(GIVEN, "")
-    assert usage.cpu_s() == pytest.approx(0.0, abs=0.1) and not usage.out_of_memory(), "the next program begins at nothing"
+    assert usage.cpu_s() == pytest.approx(0.0, abs=0.1) and not group.out_of_memory(), "the next program begins at nothing"
 
 
 def test_a_group_with_fewer_controllers_counts_fewer(tmp_path: Path) -> None:

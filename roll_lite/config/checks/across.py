@@ -53,21 +53,15 @@ def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = Tru
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
         found += readable(one(config))
-    for path, section, checks in _sections(config):
+    valid = vars(config)  # without invalid sections
+    sections = [
+        (f"{kind}.{name}", section, checks) for kind, checks in SECTION_CHECKS.items() for name, section in valid.get(kind, {}).items()
+    ]
+    sections += [(name, valid[name], (*ROLE_CHECKS, _decay)) for name in ("actor_infer", *TRAINING_ROLES) if valid.get(name) is not None]
+    for path, section, checks in sections:
         for each in checks:
             found += readable(each(config, path, section)) if files or each not in SCORING_FILE_CHECKS else ()
     return [one if isinstance(one, Problem) else Problem(*one, value_at(config, one[0])) for one in found]
-
-
-def _sections(config: RunConfig) -> Iterator[tuple[str, Any, Sequence[SectionCheck]]]:
-    """Yield (path, section, its checks), without invalid sections."""
-    valid = vars(config)
-    for sections, checks in SECTION_CHECKS.items():
-        for name, section in valid.get(sections, {}).items():
-            yield f"{sections}.{name}", section, checks
-    for name in ("actor_infer", *TRAINING_ROLES):
-        if (role := valid.get(name)) is not None:
-            yield name, role, (*ROLE_CHECKS, _decay)
 
 
 # ---------------------------------------------------------------- the whole run
@@ -80,18 +74,15 @@ def _mini_batches_divide(config: RunConfig) -> Mistakes:
     if all(size == first for size in sizes.values()):
         samples = prompts * first
         if samples % parts:
+            below = next((one for one in range(min(parts, samples), 0, -1)[:SEARCHED] if samples % one == 0), 1)
+            above = next((one for one in range(parts, samples + 1)[:SEARCHED] if samples % one == 0), None)
+            nearest = f"use {below}" + (f" or {above}" if above is not None else "")
             message = f"{prompts} prompts x {first} samples = {samples} samples per step cannot be cut into {parts} equal mini-batches"
-            yield "algorithm.mini_batches", f"{message}; {_nearest_divisors(samples, parts)}"
+            yield "algorithm.mini_batches", f"{message}; {nearest}"
     elif prompts * first % parts or any((size - first) % parts for size in sizes.values()):
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         message = f"with differing samples per prompt ({listed}) a step's samples cannot always be cut into {parts} equal mini-batches"
         yield "algorithm.mini_batches", f"{message}; make every domain's samples_per_prompt a multiple of {parts}"
-
-
-def _nearest_divisors(number: int, wanted: int) -> str:
-    below = next((one for one in range(min(wanted, number), 0, -1)[:SEARCHED] if number % one == 0), 1)
-    above = next((one for one in range(wanted, number + 1)[:SEARCHED] if number % one == 0), None)
-    return f"use {below}" + (f" or {above}" if above is not None else "")
 
 
 def _critic_and_gae_belong_together(config: RunConfig) -> Mistakes:

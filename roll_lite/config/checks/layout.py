@@ -241,7 +241,8 @@ LAYOUT_CHECKS = (
 def devices_are_there(config: RunConfig) -> Mistakes:
     if not gpus_visible() or runs_on_cluster(config):
         return
-    there = gpu_count()
+    shown, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), list(Path("/dev").glob("nvidia[0-9]*"))
+    there = len(gpus if shown is None else [one for one in shown.split(",") if one.strip()])
     for name, role in roles(config).items():
         if beyond := [number for number in device_numbers(role.devices) if number >= there]:
             are = "devices {} are" if len(beyond) > 1 else "device {} is"
@@ -275,11 +276,6 @@ def gpus_visible() -> bool:
     """Look for GPUs without importing torch, which takes seconds."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def gpu_count() -> int:
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len([one for one in shown.split(",") if one.strip()]) if shown is not None else len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def known_shape(folder: Path) -> ModelShape | None:

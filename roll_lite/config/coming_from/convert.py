@@ -63,8 +63,14 @@ class Conversion:
         }
         for name, expression in table["let"].items():
             self._scope[name] = evaluate(expression, **self._scope)
-        for row in [(Setting(key, value, 0), *self.entry(key)) for key, value in table["defaults"].items() if key not in written] + found:
-            self._convert(*row)
+        defaults = [(Setting(key, value, 0), *self.entry(key)) for key, value in table["defaults"].items() if key not in written]
+        for setting, entry, name in defaults + found:
+            message = entry.get("always") or entry.get("none")
+            if "to" in entry and evaluate(entry.get("when", "true"), value=setting.value, **self._scope):
+                message = self._write(setting, entry, name) or entry.get("note")
+            elif "to" in entry:
+                message = entry.get("else")
+            self._tell(setting, message)
         for problem in validate(self.config)[1]:
             if source := self._sources.get(problem.path):
                 self._tell(source, f"{problem.path}: {problem.message}")
@@ -76,14 +82,6 @@ class Conversion:
             if match := entry["pattern"].fullmatch(key):
                 return entry, "".join(match.groups())
         return {"none": f"is not known here{or_nearest(key, self._keys)}"}, ""
-
-    def _convert(self, setting: Setting, entry: dict[str, Any], name: str) -> None:
-        message = entry.get("always") or entry.get("none")
-        if "to" in entry and evaluate(entry.get("when", "true"), value=setting.value, **self._scope):
-            message = self._write(setting, entry, name) or entry.get("note")
-        elif "to" in entry:
-            message = entry.get("else")
-        self._tell(setting, message)
 
     def _tell(self, setting: Setting, message: str | None) -> None:
         if setting.line and message:

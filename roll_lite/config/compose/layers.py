@@ -136,7 +136,11 @@ def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_lef
         merge(tree, layer)
     for override in names_first([one for one in parsed if isinstance(one, Override)]):
         composed.problems += apply_override(tree, override)
-        _written_on_the_command_line(composed.origins, override.path)
+        path, origins = override.path, composed.origins
+        for place in [place for place in origins if place[: len(path)] == path]:
+            del origins[place]
+        for depth in range(1, len(path) + 1):
+            origins.setdefault(path[:depth], "command line")
     _add_presets(tree, composed)
     composed.data = _resolve(OmegaConf.create(tree), (), composed)
     return composed
@@ -170,13 +174,6 @@ def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]
     if isinstance(filters, dict) and isinstance(sampling, dict) and isinstance(longest := sampling.get("max_prompt_tokens"), int):
         filters.setdefault("prompt_tokens", [1, longest])  # drops longer prompts, and reports how many
     return full
-
-
-def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:
-    for place in [place for place in origins if place[: len(path)] == path]:
-        del origins[place]
-    for depth in range(1, len(path) + 1):
-        origins.setdefault(path[:depth], "command line")
 
 
 # ---------------------------------------------------------------- interpolations

@@ -46,7 +46,12 @@ def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
         node = loader.get_single_node()
         source.data = _convert(loader, node, root, place, source) if node is not None else None
     except (yaml.YAMLError, RecursionError) as error:
-        source = YamlSource(problems=[Problem(place, f"not valid YAML: {_one_line(error)}")], broken={root})
+        message = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).replace("\n", " ")
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+            what = "'?'" if "got '?'" in str(error.problem) else "braces"  # in braces, YAML allows hf://a/b?split=train in quotes only
+            hint = f"; put a text with {what} in quotes" if "{" in (mark.get_snippet() or "") else ""
+            message = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{hint}"
+        source = YamlSource(problems=[Problem(place, f"not valid YAML: {message}")], broken={root})
     return source
 
 
@@ -101,11 +106,3 @@ def _scalar(loader: _Loader, node: yaml.Node, path: Path, place: str, source: Ya
 def _refuse(source: YamlSource, path: Path, message: str, value: Any, where: str) -> None:
     source.problems.append(Problem(dotted(path), message, value, where))
     source.broken.add(path)
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        what = "'?'" if "got '?'" in str(error.problem) else "braces"  # in braces, YAML allows hf://a/b?split=train in quotes only
-        hint = f"; put a text with {what} in quotes" if "{" in (error.problem_mark.get_snippet() or "") else ""
-        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}{hint}"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error).replace("\n", " ")

@@ -80,7 +80,10 @@ class PolicyClient(OpenAIChatCompletionsClient):
             response = await self._policy.respond([_message(one) for one in messages[known:]])
         except EpisodeOver as over:  # verifiers then ends the rollout, and scores it
             raise vf.OverlongPromptError(str(over)) from over
-        calls = [_call(one) for one in response.get("tool_calls", ())]
+        calls = []
+        for one in response.get("tool_calls", ()):
+            arguments = one["text"] if "problem" in one else json.dumps(one["function"]["arguments"], ensure_ascii=False)
+            calls.append({"id": one["id"], "name": one["function"]["name"], "arguments": arguments})
         message = {"content": response["content"], "tool_calls": calls or None, "finish_reason": "tool_calls" if calls else "stop"}
         answer = vf.Response(id="", created=0, model=model, message={**message, "is_truncated": False})
         said, _ = await self.to_native_prompt([answer.message])
@@ -98,8 +101,3 @@ def _message(native: Message) -> Message:
         raise ValueError("the environment sent tool calls; only the policy can make calls")
     of_call = {"tool_call_id": native["tool_call_id"]} if native["role"] == "tool" else {}
     return {"role": native["role"], "content": content, **of_call}
-
-
-def _call(ours: dict[str, Any]) -> dict[str, str]:
-    arguments = ours["text"] if "problem" in ours else json.dumps(ours["function"]["arguments"], ensure_ascii=False)
-    return {"id": ours["id"], "name": ours["function"]["name"], "arguments": arguments}

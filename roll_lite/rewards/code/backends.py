@@ -11,7 +11,7 @@ import base64
 import io
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache, lru_cache
 from pathlib import Path
@@ -72,40 +72,32 @@ class RemoteSandbox:
         return ended
 
     async def _asked(self, job: Program | Pair) -> Ended:
+        parts = [job.program, job.tests] if isinstance(job, Pair) else [job]
+        plain = [asdict(part) | {"stdin": _packed(part.stdin), "artifact": _packed(part.artifact)} for part in parts]
+        request = {
+            "language": "python",
+            "code": CODE,
+            "run_timeout": max(part.limits.wall_s for part in parts) + LATE_S,
+            "files": {"job.json": _packed(json.dumps(plain).encode()), "harness.zip": _packed(_harness())},
+            "fetch_files": ["outcome.json"],
+        }
         try:
-            answer, url = await self._client.post(request_of(job))
+            answer, url = await self._client.post(request)
         except RewardFailed as failure:
             return SandboxTrouble(failure.cause, isinstance(failure, ResponseSuspected))
         try:
             found = (answer.get("files") or {}).get("outcome.json")
             if found:
-                return _outcome(json.loads(base64.b64decode(found)))
+                data = json.loads(base64.b64decode(found))
+                packed: dict[str, Any] = {name: base64.b64decode(data[name]) for name in ("stdout", "stderr", "result")}
+                return Outcome(
+                    int(data["exit"]), str(data["stopped"]), seconds=float(data["seconds"]), cpu_s=float(data["cpu_s"]), **packed
+                )
             run = answer.get("run_result") or {}
             said = (run.get("stderr") or "").strip().rpartition("\n")[2] or answer.get("message") or run.get("status") or answer["status"]
             return SandboxTrouble(f"{url}: SandboxFusion left no outcome: {said:.300}", bool(run))  # the program may be the cause
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             return SandboxTrouble(f"{url} answered with no outcome: {type(error).__name__}: {error}")
-
-
-def request_of(job: Program | Pair) -> dict[str, Any]:
-    parts = [job.program, job.tests] if isinstance(job, Pair) else [job]
-    files = {"job.json": json.dumps([*map(_plain, parts)]).encode(), "harness.zip": _harness()}
-    return {
-        "language": "python",
-        "code": CODE,
-        "run_timeout": max(part.limits.wall_s for part in parts) + LATE_S,
-        "files": {name: _packed(content) for name, content in files.items()},
-        "fetch_files": ["outcome.json"],
-    }
-
-
-def _plain(program: Program) -> dict[str, Any]:
-    return asdict(program) | {"stdin": _packed(program.stdin), "artifact": _packed(program.artifact)}
-
-
-def _outcome(data: Mapping[str, Any]) -> Outcome:
-    packed: dict[str, Any] = {name: base64.b64decode(data[name]) for name in ("stdout", "stderr", "result")}
-    return Outcome(int(data["exit"]), str(data["stopped"]), seconds=float(data["seconds"]), cpu_s=float(data["cpu_s"]), **packed)
 
 
 def _packed(content: bytes) -> str:

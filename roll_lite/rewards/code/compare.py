@@ -28,7 +28,7 @@ def same_output(expected: str, printed: str, compare: Compare, tolerance: float)
         return expected == printed
     if compare == "numeric":
         return _same_words(expected, printed, tolerance, math.inf)
-    wanted, found = _lines(expected), _lines(printed)
+    wanted, found = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (expected, printed))
     if compare == "lines" or len(wanted) != len(found):
         return wanted == found
     return all(
@@ -39,10 +39,6 @@ def same_output(expected: str, printed: str, compare: Compare, tolerance: float)
 def _same_words(expected: str, printed: str, tolerance: float, share: float) -> bool:
     wanted, found = expected.split(), printed.split()
     return len(wanted) == len(found) and all(_same_word(one, other, tolerance, share) for one, other in zip(wanted, found, strict=True))
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _same_word(wanted: str, found: str, tolerance: float, share: float) -> bool:

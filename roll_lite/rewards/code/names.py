@@ -111,7 +111,9 @@ def asserts_of(sources: Sequence[str], entry_point: str | None = None) -> list[A
     tests = [_Test(source) for source in sources]
     named = _Test(entry_point).used if entry_point else set[str]()
     unnamed = [test.tree for test in tests if not test.own | named]
-    hidden = _called_everywhere(unnamed) if unnamed else set()
+    asserts = [node for tree in unnamed for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    called = [{one.func.id for one in ast.walk(node) if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)} for node in asserts]
+    hidden = set.intersection(*called) & PYTHONS_OWN if called else set()
     if unnamed and len(hidden) != 1:
         problem = f"{' or '.join(sorted(hidden))}: which is the program's?" if hidden else "the tests use no function of the program's;"
         raise ValueError(f"{problem} entry_point can name it")
@@ -158,12 +160,6 @@ class _Test:
         added = {f"import {USUAL_NAMES.get(name, name)} as {name}" for name in modules}
         inside = why_inside(self.tree, program, self.bound | modules | {FROM_PROGRAM})
         return Asserts("\n".join([*sorted(added), self._source]), tuple(sorted(program)), tuple(sorted(self.imports | added)), inside)
-
-
-def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
-    asserts = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Assert)]
-    called = [{one.func.id for one in ast.walk(node) if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)} for node in asserts]
-    return set.intersection(*called) & PYTHONS_OWN if called else set()
 
 
 def uncalled_tests(source: str) -> list[str]:

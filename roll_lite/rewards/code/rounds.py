@@ -108,7 +108,8 @@ class Rounds:
     def _job(self, attempt: Attempt, group: list[Test]) -> Program | Pair:
         language, test, several = attempt.language, group[0], len(group)
         left = max(0.05, self.total_s - attempt.spent_s)
-        needed_kb = max(self.limits.output_kb, *map(_needed_kb, group)) + 1
+        expected = [one.expected if isinstance(one.expected, str) else json.dumps(encode(one.expected)) for one in group]
+        needed_kb = max(self.limits.output_kb, *(len(text.encode(errors="replace")) * 2 // 1024 for text in expected)) + 1
         cpu_s, wall_s = (min(one * several, most) for one, most in ((self.limits.cpu_s, left), (self.limits.wall_s, WALL_PER_CPU * left)))
         limits = replace(self.limits, cpu_s=cpu_s, wall_s=wall_s, output_kb=needed_kb * several)
         source = {"source": attempt.source, "prelude": attempt.prelude}
@@ -151,7 +152,15 @@ class Rounds:
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
         """Yield for each test why it failed; "" if it passed, RewardFailed if it cannot be judged."""
         if not group[0].asserts and not group[0].function:
-            yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(group[0], ended)
+            expected, printed = group[0].expected, ended.stdout.decode("utf-8", errors="replace")
+            if ended.stopped:
+                yield _LIMITS[ended.stopped]
+            elif ended.exit != 0:
+                yield f"exit status {ended.exit}: {_tail(ended.stderr)}"
+            elif same_output(expected, printed, self.compare, self.tolerance):
+                yield ""
+            else:
+                yield f"printed {printed!r:.{SHOWN}}, expected {expected!r:.{SHOWN}}"
             return
         said = [_said(line) for line in ended.result.splitlines()][: len(group)]
         for test, one in zip(group, said, strict=False):
@@ -162,14 +171,6 @@ class Rounds:
             yield _LIMITS[ended.stopped]
             return
         yield from [f"no value: {_tail(ended.stderr) or f'exit status {ended.exit}'}"] * (len(group) - len(said))
-
-    def _verdict(self, test: Test, ended: Outcome) -> str:
-        if ended.exit != 0:
-            return f"exit status {ended.exit}: {_tail(ended.stderr)}"
-        printed = ended.stdout.decode("utf-8", errors="replace")
-        if same_output(test.expected, printed, self.compare, self.tolerance):
-            return ""
-        return f"printed {printed!r:.{SHOWN}}, expected {test.expected!r:.{SHOWN}}"
 
     def _value_verdict(self, attempt: Attempt, test: Test, said: dict[str, Any]) -> str:
         if "value" not in said:
@@ -191,11 +192,6 @@ def _works_in_place(tests: Sequence[Test]) -> bool:
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)
     )
-
-
-def _needed_kb(test: Test) -> int:
-    text = test.expected if isinstance(test.expected, str) else json.dumps(encode(test.expected))
-    return len(text.encode(errors="replace")) * 2 // 1024
 
 
 def _assert_verdict(attempt: Attempt, said: dict[str, Any], ended: Outcome) -> str | RewardFailed:

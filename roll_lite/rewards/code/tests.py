@@ -47,16 +47,12 @@ def _read(given: Any, columns: Mapping[str, Any]) -> list[Test]:
         if text.startswith(("{", "[")):
             return _read(json.loads(text), columns)
         return _asserts([given], columns.get("entry_point"))
-    if isinstance(given, Mapping):
-        return _of_mapping(given, columns)
     if isinstance(given, Sequence):
         if given and all(isinstance(one, str) and not one.lstrip().startswith(("{", "[")) for one in given):
             return _asserts(given, columns.get("entry_point"))
         return [test for one in given for test in _read(one, columns)]
-    raise TypeError("expected text, a mapping or a list")
-
-
-def _of_mapping(given: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Test]:
+    if not isinstance(given, Mapping):
+        raise TypeError("expected text, a mapping or a list")
     function = _function(given, columns)
     entry_point = given.get("entry_point") or columns.get("entry_point")
     if "inputs" in given:
@@ -104,15 +100,12 @@ def _pair(given: Any, expected: Any, function: str | None) -> Test:
     """Read an input and an output. Without `function`, they are stdin and stdout: texts or lists of lines. With `function`, `given` is a
     list of arguments, or a text with one JSON value per line (LiveCodeBench)."""
     if function is None:
-        return Test(stdin=_text(given), expected=_text(expected))
+        stdin, stdout = ("\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (given, expected))
+        return Test(stdin=stdin, expected=stdout)
     if isinstance(given, str):
         args = [json.loads(line) for line in given.splitlines() if line.strip()]
         return Test(function=function, args=args, expected=json.loads(expected))
     return Test(function=function, args=list(given), expected=expected)
-
-
-def _text(given: Any) -> str:
-    return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
 def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:

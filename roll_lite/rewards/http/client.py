@@ -157,7 +157,12 @@ class HttpClient:
         except (TimeoutError, httpx2.TimeoutException):
             raise _Failed(f"gave no answer within {seconds:g} s", is_slow=True) from None
         except (httpx2.HTTPError, OSError) as error:
-            raise _Failed(f"cannot be reached: {_without(key, _innermost(error))}") from None
+            innermost: BaseException = error  # outer messages may contain the URL
+            while (cause := innermost.__cause__ or innermost.__context__) is not None:
+                innermost = cause
+            said = innermost.strerror if isinstance(innermost, OSError) else None
+            said = said or f"{type(innermost).__name__}: {innermost}".rstrip(": ")
+            raise _Failed(f"cannot be reached: {_without(key, said)}") from None
         text, is_refusal = _without(key, response.text), response.status_code in ABOUT_THE_CONTENT
         said = f": {text.strip().splitlines()[0][:SHOWN_CHARACTERS]}" if text.strip() else ""
         answered = f"answered {response.status_code} {_without(key, response.reason_phrase)}".strip() + said
@@ -204,10 +209,3 @@ def several(urls: str | tuple[str, ...]) -> tuple[str, ...]:
 def shown(url: str) -> str:
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def _innermost(error: BaseException) -> str:
-    """Return the innermost exception's message, because outer messages may contain the URL."""
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}".rstrip(": ")

@@ -234,16 +234,12 @@ def _found(text: str, pattern: str | None, known: Mapping[str, float] | None, sc
     out_of = rf"(?:[*_\s]*(?:/|(?:out )?of)[*_\s]*{re.escape(f'{scale[1]:g}')})?" if scale else ""
     text = re.sub(r'\A"([^"]*)"\Z', r"\1", text)
     verdict = re.search(LINE.format(value=value, out_of=out_of), text) or re.search(OBJECT, text)
-    return "" if verdict is None or _may_be_quoted(text[: verdict.start()]) else _of_object(verdict["value"])
-
-
-def _may_be_quoted(before: str) -> bool:
-    line = before.rstrip(" \t\n*_=~-").rpartition("\n")[2]
-    is_open = OPEN_QUOTE.search(before) is not None or any(before.count(mark) % 2 for mark in '"`')
-    return is_open or BREAKS_OFF.match(line) is not None
-
-
-def _of_object(found: str) -> str:
+    if verdict is None:
+        return ""
+    before, found = text[: verdict.start()], verdict["value"]
+    is_quoted = OPEN_QUOTE.search(before) or any(before.count(mark) % 2 for mark in '"`')
+    if is_quoted or BREAKS_OFF.match(before.rstrip(" \t\n*_=~-").rpartition("\n")[2]):
+        return ""
     if not found.startswith("{"):
         return found
     try:

@@ -85,10 +85,19 @@ class Batcher:
         task.add_done_callback(self._sending.discard)
 
     async def _score(self, batch: Batch, retries: int | None = None) -> None:
-        batch = {answer: sample for answer, sample in batch.items() if not answer.done()}
-        results: list[Score | RewardFailed]
+        batch = {waiting: sample for waiting, sample in batch.items() if not waiting.done()}
+        samples, results = list(batch.values()), list[Score | RewardFailed]()
         try:
-            results = await self._ask(list(batch.values()), retries) if batch else []
+            if samples:
+                request: dict[str, Any] = {
+                    "query": [sample.prompt + sample.response for sample in samples],
+                    "prompts": [sample.prompt for sample in samples],
+                    "labels": [sample.answer for sample in samples],
+                }
+                if self._reward.columns:
+                    request["columns"] = {name: [sample.columns.get(name) for sample in samples] for name in self._reward.columns}
+                answer, url = await self._client.post(request, retries)
+                results = _scores(answer, len(samples), f"reward remote: {url}")
         except ServiceRefused as refusal:
             if len(batch) > 1:
                 parts, middle = list(batch.items()), len(batch) // 2
@@ -98,20 +107,9 @@ class Batcher:
         except Exception as error:  # otherwise the samples would wait forever
             failure = error if isinstance(error, RewardFailed) else RewardFailed(f"reward remote: {type(error).__name__}: {error}")
             results = [failure] * len(batch)
-        for answer, result in zip(batch, results, strict=True):
-            if not answer.done():
-                answer.set_exception(result) if isinstance(result, RewardFailed) else answer.set_result(result)
-
-    async def _ask(self, samples: list[RewardInput], retries: int | None) -> list[Score | RewardFailed]:
-        request: dict[str, Any] = {
-            "query": [sample.prompt + sample.response for sample in samples],
-            "prompts": [sample.prompt for sample in samples],
-            "labels": [sample.answer for sample in samples],
-        }
-        if self._reward.columns:
-            request["columns"] = {name: [sample.columns.get(name) for sample in samples] for name in self._reward.columns}
-        answer, url = await self._client.post(request, retries)
-        return _scores(answer, len(samples), f"reward remote: {url}")
+        for waiting, result in zip(batch, results, strict=True):
+            if not waiting.done():
+                waiting.set_exception(result) if isinstance(result, RewardFailed) else waiting.set_result(result)
 
 
 def _scores(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]:

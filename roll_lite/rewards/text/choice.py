@@ -147,7 +147,11 @@ def chosen_letters(text: str, options: dict[str, str]) -> set[str]:
     if stated := list(STATED.finditer(plain)):
         return _letters(max(stated, key=lambda one: one.start("chosen"))["chosen"])
     has_texts = any(options.values())
-    lines = [_letters(line) if _is_choice(line, has_texts) else set() for line in plain.splitlines() if line.strip()]
+    lines: list[set[str]] = []
+    for line in filter(str.strip, plain.splitlines()):
+        letters = _letters(line)
+        is_choice = BESIDE.fullmatch(line) or (not has_texts and CAPTION.match(line) and len(letters) == 1)
+        lines.append(letters if is_choice else set())
     choices = [line for line in lines if len(line) == 1 or len(lines) == 1]
     if choices and choices[-1] and (choices.count(choices[-1]) == len(choices) or (lines[-1] and choices.count(choices[-1]) > 1)):
         return choices[-1]
@@ -155,10 +159,6 @@ def chosen_letters(text: str, options: dict[str, str]) -> set[str]:
         return set()
     ending = ENDING.search(plain)
     return set(re.findall("⟦(.)m⟧", plain)) or _letters(ending[0] if ending else "")
-
-
-def _is_choice(line: str, has_texts: bool) -> bool:
-    return bool(BESIDE.fullmatch(line) or (not has_texts and CAPTION.match(line) and len(_letters(line)) == 1))
 
 
 def _letters(text: str) -> set[str]:

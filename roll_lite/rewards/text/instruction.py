@@ -81,7 +81,11 @@ class InstructionReward(RewardType):
     def __call__(self, sample: RewardInput) -> Score:
         asked = asked_of(sample)
         response = visible(complete(sample))
-        texts = [response] if self.mode == "strict" else _variants(response)
+        texts = [response]
+        if self.mode == "loose":
+            lines = response.split("\n")
+            texts += ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+            texts += [text.replace("*", "") for text in texts]
         too_long: list[str] = []
 
         def is_followed(name: str, own: dict[str, Any]) -> bool:
@@ -114,12 +118,6 @@ def _is_followed(name: str, arguments: dict[str, Any], texts: list[str]) -> bool
     except (TypeError, ValueError, AttributeError) as error:
         raise RewardFailed(f"reward instruction: {name}: arguments {arguments!r:.200}: {error}") from error
     return any(verdicts)
-
-
-def _variants(response: str) -> list[str]:
-    lines = response.split("\n")
-    cut = [response, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip()]
-    return [*cut, *(text.replace("*", "") for text in cut)]
 
 
 def asked_of(sample: RewardInput) -> list[Asked]:
@@ -164,13 +162,12 @@ def _asked(name: Any, given: Any) -> Asked:
     given = _parsed(given, f"{name}: arguments")
     if given is not None and not isinstance(given, Mapping):
         raise RewardFailed(f"reward instruction: {name}: arguments must be a dict, got {given!r:.80}")
-    return str(name), {str(key): _argument(value) for key, value in (given or {}).items() if value is not None}
-
-
-def _argument(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return visible(value) if isinstance(value, str) else value
+    arguments: dict[str, Any] = {}
+    for key, value in (given or {}).items():
+        if value is not None:
+            is_whole = isinstance(value, float) and value.is_integer()
+            arguments[str(key)] = int(value) if is_whole else visible(value) if isinstance(value, str) else value
+    return str(name), arguments
 
 
 def _list(value: Any, where: str) -> list[Any]:

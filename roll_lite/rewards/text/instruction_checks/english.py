@@ -85,10 +85,6 @@ NAMES = _listed(
 
 
 def is_verb(word: str) -> bool:
-    return word in AUXILIARIES or word in IRREGULAR or any(base in VERBS for base in _bases(word))
-
-
-def _bases(word: str) -> list[str]:
     bases = [word]
     for ending in ("s", "es", "d", "ed", "ing"):
         if word.endswith(ending):
@@ -98,4 +94,4 @@ def _bases(word: str) -> list[str]:
                 bases.append(stem[:-1])  # stopped, running
             if stem.endswith("i"):
                 bases.append(stem[:-1] + "y")  # tries, tried
-    return bases
+    return word in AUXILIARIES or word in IRREGULAR or not VERBS.isdisjoint(bases)

@@ -153,10 +153,6 @@ def quote_unquote(response: str) -> bool:
     return '""' not in text and not text.rstrip("0123456789!#$%&'()*+,-./:;<=>?@[\\]^_`{|}~").endswith('"')
 
 
-def indents(response: str) -> list[int]:
-    return [len(line) - len(line.lstrip(" ")) for line in response.split("\n") if line.strip()]
-
-
 def special_list(response: str, sep: str) -> bool:
     return sum(line.lstrip().startswith(sep) for line in response.split("\n")) >= 2
 
@@ -330,7 +326,9 @@ IFBENCH: dict[str, Callable[..., bool]] = {
     "format:quotes": quotes,
     "format:quote_unquote": quote_unquote,
     "format:newline": lambda response: every(lines_of(response), lambda line: len(line) == 1),
-    "format:line_indent": lambda response: neighbours(indents(response), lt, 2),
+    "format:line_indent": lambda response: neighbours(
+        [len(line) - len(line.lstrip(" ")) for line in response.split("\n") if line.strip()], lt, 2
+    ),
     "format:list": special_list,
     "format:sub-bullets": sub_bullets,
     "format:no_bullets_bullets": no_bullets_bullets,
