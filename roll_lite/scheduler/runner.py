@@ -344,12 +344,29 @@ class SampleRunner:
         return Conversation(self._generate, sample_id.request_id(), seeded, self._episode is not one_response, turns)
 
     async def _scored(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, asked: float) -> Sample:
-        generated = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        generated, cause = clock(), ""
         self._reached[sample_id.group, sample_id.index] = lambda: Unfinished(SavedSample(sample_id.attempt, transcript))
         self.scoring += 1
         self._generated()
         try:
-            return await self._score(sample_id, prompt, transcript, asked, generated)
+            item = RewardInput.of(prompt, transcript.last_text, str(transcript.finish_reason), transcript.episode)
+            for attempt in range(self._reward_retries + 1):
+                if attempt:
+                    self._recorder.domains[self._domain].retries[cause] += 1
+                wanted = clock()
+                try:
+                    score: Score = await self._rewards.score(item)
+                except RewardFailed as failure:
+                    cause = failure.cause
+                    continue
+                self._recorder.last_score = scored = clock()
+                stats = self._recorder.domains[self._domain]
+                stats.reward_s += scored - wanted
+                stats.scored += 1
+                accepted = SampleOutcome.ACCEPTED
+                return Sample(sample_id, prompt, transcript, accepted, score, asked=asked, generated=generated, scored=scored)
+            return Sample(sample_id, prompt, transcript, SampleOutcome.FAILED, failure=cause, asked=asked, generated=generated)
         finally:
             self.scoring -= 1
 
@@ -367,24 +384,3 @@ class SampleRunner:
         stats.response_tokens += turn.length - (0 if so_far is None else so_far.length)
         stats.finish_reasons[str(turn.finish_reason)] += 1
         return turn
-
-    async def _score(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, asked: float, generated: float) -> Sample:
-        item = RewardInput.of(prompt, transcript.last_text, str(transcript.finish_reason), transcript.episode)
-        clock = asyncio.get_running_loop().time
-        cause = ""
-        for attempt in range(self._reward_retries + 1):
-            if attempt:
-                self._recorder.domains[self._domain].retries[cause] += 1
-            wanted = clock()
-            try:
-                score: Score = await self._rewards.score(item)
-            except RewardFailed as failure:
-                cause = failure.cause
-                continue
-            self._recorder.last_score = scored = clock()
-            stats = self._recorder.domains[self._domain]
-            stats.reward_s += scored - wanted
-            stats.scored += 1
-            accepted = SampleOutcome.ACCEPTED
-            return Sample(sample_id, prompt, transcript, accepted, score, asked=asked, generated=generated, scored=scored)
-        return Sample(sample_id, prompt, transcript, SampleOutcome.FAILED, failure=cause, asked=asked, generated=generated)
