@@ -18,7 +18,7 @@ from roll_lite.config.checks.scoring_models import MODEL_REWARD
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, DomainConfig, RewardConfig, SamplingConfig, rewards_turns
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.data.prompts import PromptOrder, PromptSet, Split, load_prompts
+from roll_lite.data.prompts import PromptOrder, Split, load_prompts
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason, Prompt, RewardInput, SampleGroup, Sampling
 from roll_lite.data.templates import load_tokenizer
@@ -237,7 +237,8 @@ class RolloutWorker(AsyncWorker):
 
     def _load_domain(self, name: str, config: DomainConfig, tokenizer: Any) -> Domain:
         given: list[Split] = [split for split in ("train", "validation") if getattr(config.data, split) is not None]
-        loaded = {split: self._load_prompts(name, config, split, tokenizer) for split in given}
+        loaded = {split: load_prompts(name, config, split, tokenizer, self._config.domains) for split in given}
+        self._data_notes += [f"domains.{name}.data.{split}: {own.counts()}" for split, own in loaded.items() if own.left_out]
         prompts = loaded[given[0]]  # held-out ones, if nothing trains
         files, seed = config.data.train, self._config.seed
         shares = list(files.values()) if isinstance(files, dict) else []
@@ -257,12 +258,6 @@ class RolloutWorker(AsyncWorker):
             least=config.min_prompts,
             episode=self._environments[name].play if name in self._environments else one_response,
         )
-
-    def _load_prompts(self, name: str, config: DomainConfig, split: Split, tokenizer: Any) -> PromptSet:
-        prompts = load_prompts(name, config, split, tokenizer, self._config.domains)
-        if prompts.left_out:
-            self._data_notes.append(f"domains.{name}.data.{split}: {prompts.counts()}")
-        return prompts
 
     async def notes(self) -> list[str]:
         pools = [(name, pool.note) for name, pool in self._pools.items() if isinstance(pool, RewardPool)]
@@ -285,7 +280,7 @@ class RolloutWorker(AsyncWorker):
         pools: dict[str, Mapping[str, Any]] = {"reward": self._pools, "environment": self._environments}
         replaced = {part: {name: pool.newly_replaced() for name, pool in own.items()} for part, own in pools.items()}
         silences, self._silences = self._silences, []
-        blocks = [self._tokens_of(trainable)]
+        blocks = [tokens_of(trainable, self._columns)]
         if self._per_turn and len(rows):
             blocks.append(turn_rewards_of(trainable, self._per_turn))
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
@@ -295,10 +290,7 @@ class RolloutWorker(AsyncWorker):
         for fewer than `least` groups."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
-        return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
-
-    def _tokens_of(self, groups: Sequence[SampleGroup]) -> Block:
-        return tokens_of(groups, self._columns)
+        return rows_of(trainable, self._temperatures), tokens_of(trainable, self._columns)
 
     def _client(self, number: int, engine: Any) -> RemoteEngine:
         return RemoteEngine(f"actor_infer[{number}]", engine, self._config.deterministic, self._config.limits.engine_silence or None)

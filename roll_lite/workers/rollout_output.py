@@ -68,7 +68,11 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
     if any(branches):
         columns["branch"] = _whole(branches)
     if any(group.baseline is not None for group in groups):
-        columns["baseline_score"] = torch.tensor(_baseline_scores(groups), dtype=torch.float32)
+        baselines: list[float] = []
+        for group in groups:
+            assert group.baseline is not None and group.baseline.score is not None, f"group {group.group} has no scored greedy baseline"
+            baselines += [group.baseline.score.value] * sum(len(sample.transcript.rows) for sample in group.samples)
+        columns["baseline_score"] = torch.tensor(baselines, dtype=torch.float32)
     return DataProto(columns)
 
 
@@ -134,14 +138,6 @@ def weighted_rewards(sample: Sample, per_turn: Mapping[str, float]) -> list[floa
 
 def _whole(values: Iterable[int]) -> torch.Tensor:
     return torch.from_numpy(np.fromiter(values, np.int64))
-
-
-def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
-    scores: list[float] = []
-    for group in groups:
-        assert group.baseline is not None and group.baseline.score is not None, f"group {group.group} has no scored greedy baseline"
-        scores += [group.baseline.score.value] * sum(len(sample.transcript.rows) for sample in group.samples)
-    return scores
 
 
 def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> bytes:
