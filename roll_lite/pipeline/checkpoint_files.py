@@ -184,7 +184,13 @@ def read_list(checkpoint: Path) -> dict[str, FileRecord]:
 def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
     """Return the newest state after verifying its checksum and, unless `sizes` is False, all files' sizes."""
     wanted = read_list(checkpoint)
-    check_sizes(checkpoint, wanted if sizes else {})
+    for name, written in wanted.items() if sizes else ():
+        try:
+            size = (checkpoint / name).stat().st_size
+        except FileNotFoundError:
+            raise damaged(checkpoint, name, "is missing") from None
+        if size != written.bytes:
+            raise damaged(checkpoint, name, f"has {size:,} bytes; {written.bytes:,} were written")
     newest = _state_file(wanted)
     check_sums(checkpoint, wanted, [(newest, record(checkpoint / newest))])
     state = _read_json(checkpoint, newest)
@@ -199,16 +205,6 @@ def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
 
 def _state_file(wanted: Iterable[str]) -> str:
     return next((name for name in wanted if name.startswith("state-")), STATE_FILE)
-
-
-def check_sizes(checkpoint: Path, wanted: Mapping[str, FileRecord]) -> None:
-    for name, written in wanted.items():
-        try:
-            size = (checkpoint / name).stat().st_size
-        except FileNotFoundError:
-            raise damaged(checkpoint, name, "is missing") from None
-        if size != written.bytes:
-            raise damaged(checkpoint, name, f"has {size:,} bytes; {written.bytes:,} were written")
 
 
 def check_sums(checkpoint: Path, wanted: Mapping[str, FileRecord], records: Iterable[tuple[str, FileRecord]]) -> None:
@@ -281,15 +277,11 @@ def _check_folder(config: RunConfig, folder: Path) -> None:
     if absent:
         raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")
     for role in with_state:
-        _check_model(config, role, checkpoint / role)
-
-
-def _check_model(config: RunConfig, role: str, folder: Path) -> None:
-    try:
-        hf = read_hf_config(model_folder(config, roles(config)[role]))
-    except ValueError:  # reported where the model is checked
-        return
-    check_same_model(folder, hf.tensor_facts(config.model.dtype, role == "critic"))
+        try:
+            hf = read_hf_config(model_folder(config, roles(config)[role]))
+        except ValueError:  # reported where the model is checked
+            continue
+        check_same_model(checkpoint / role, hf.tensor_facts(config.model.dtype, role == "critic"))
 
 
 def _settings(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -40,10 +40,6 @@ class _Start:
     since: float | None = None
     """Time at which the process was first seen to run; None before that: it may still wait for devices."""
 
-    @property
-    def is_ready(self) -> bool:
-        return self.place is not None
-
 
 @dataclass(frozen=True)
 class JoiningEngines:
@@ -152,7 +148,7 @@ class EngineRestarts:
         """Call `tend`. Return True if started replacements may get weights and serve; with `offload: true`, only if no other engine
         lives."""
         self.tend()
-        ready = any(start.is_ready for start in self._starts.values())
+        ready = any(start.place is not None for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
@@ -181,7 +177,7 @@ class EngineRestarts:
 
     def settle(self) -> None:
         """Wait for replacements that start on shared devices, and offload them before other roles load."""
-        while self._engines.offloads and any(not start.is_ready for start in self._starts.values()):
+        while self._engines.offloads and any(start.place is None for start in self._starts.values()):
             pause(self._group, next(iter(self._starts)), "the start of its successor")
             self.tend()
         if self._engines.offloads:
