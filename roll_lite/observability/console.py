@@ -215,8 +215,10 @@ class RunConsole:
         cells = []
         for title, prefix in [("all", ""), *((domain, f"domain/{domain}/") for domain in self._domains)]:
             score, share = metrics.get(prefix + reward), metrics.get(prefix + accuracy)
-            text = f"{_score(score)} {_percent(share):>4}"
-            cells.append(Cell(_shortened(title, DOMAIN_WIDTH), "score  acc", text, DOMAIN_WIDTH, _shade(share)))
+            text, style = f"{_score(score)} {_percent(share):>4}", "dim"
+            if share is not None and not math.isnan(share):
+                style = "red" if share < 1 / 3 else "yellow" if share < 2 / 3 else "green"
+            cells.append(Cell(_shortened(title, DOMAIN_WIDTH), "score  acc", text, DOMAIN_WIDTH, style))
         return cells
 
     def _line(self, label: str, scores: Sequence[Cell], times: Sequence[Cell], style: str = "") -> None:
@@ -273,9 +275,3 @@ def _thousands(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.0f}" if value < 1000 else f"{value / 1000:.1f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
-
-
-def _shade(accuracy: float | None) -> str:
-    if accuracy is None or math.isnan(accuracy):
-        return "dim"
-    return "red" if accuracy < 1 / 3 else "yellow" if accuracy < 2 / 3 else "green"

@@ -188,35 +188,32 @@ class Checkpoints:
         if (running := self._running) is None:
             return
         self._running = None
-        with _removed_on_failure(running.folder):
-            self._complete(running)
+        folder, whole = running.folder, running.folder.with_suffix("")
+        with _removed_on_failure(folder):
+            records: dict[str, FileRecord] = {}
+            for role, model in running.models.items():
+                of_ranks = model.ranks.all(ModelWorker.finish_checkpoint)
+                records |= {f"{role}/{name}": one for found in of_ranks for name, one in found.items()}
+            for role in () if self._in_store else running.models:
+                expect_files(folder, {name: one.bytes for name, one in records.items() if name.startswith(f"{role}/")}, role)
+            own = {name: record(folder / name) for name in DRIVERS_FILES if (folder / name).exists()}
+            write_list(folder, {**records, **own})
+            flush([folder / LIST_FILE, *(folder / name for name in own), *(path for path in folder.rglob("*") if path.is_dir()), folder])
+            if folder != whole:
+                shutil.rmtree(whole, ignore_errors=True)
+                folder.rename(whole)
+            flush([whole.parent])
         if self._in_store:
-            self._waiting.append(running.folder)
+            self._waiting.append(folder)
             self._upload(running.models)
         else:
-            self.newest = running.folder.with_suffix("")
+            self.newest = whole
             self._remove_old()
             size, free = sum(one.bytes for one in read_list(self.newest).values()), free_bytes(self.newest)
             if free < size and self.newest_step < self._config.steps:
                 logger.warning(
                     "the next checkpoint will not fit: %s takes %d MB, %d MB are free", self.newest, size // 10**6, free // 10**6
                 )
-
-    def _complete(self, running: Unfinished) -> None:
-        folder, whole = running.folder, running.folder.with_suffix("")
-        records: dict[str, FileRecord] = {}
-        for role, model in running.models.items():
-            of_ranks = model.ranks.all(ModelWorker.finish_checkpoint)
-            records |= {f"{role}/{name}": one for found in of_ranks for name, one in found.items()}
-        for role in () if self._in_store else running.models:
-            expect_files(folder, {name: one.bytes for name, one in records.items() if name.startswith(f"{role}/")}, role)
-        own = {name: record(folder / name) for name in DRIVERS_FILES if (folder / name).exists()}
-        write_list(folder, {**records, **own})
-        flush([folder / LIST_FILE, *(folder / name for name in own), *(path for path in folder.rglob("*") if path.is_dir()), folder])
-        if folder != whole:
-            shutil.rmtree(whole, ignore_errors=True)
-            folder.rename(whole)
-        flush([whole.parent])
 
     def _remove_old(self) -> None:
         for old in self._surplus(finished_checkpoints(self._home)):

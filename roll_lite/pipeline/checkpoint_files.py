@@ -105,7 +105,8 @@ def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
     with reaching(experiment):
         for checkpoint in (
             checkpoint
-            for run in sorted(experiment.glob("*"), key=_started, reverse=True)
+            # By date and time, then by the number of runs that started in the same second.
+            for run in sorted(experiment.glob("*"), key=lambda run: list(map(int, re.findall(r"\d+", run.name))), reverse=True)
             for checkpoint in reversed(finished_checkpoints(run))
         ):
             try:
@@ -121,11 +122,6 @@ def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if chosen is None:
         notes.append(f"checkpoint.resume: auto: no checkpoint in {experiment}, the run starts afresh")
     return _resuming(config, chosen if chosen is None or is_local(chosen) else str(chosen)), notes
-
-
-def _started(run_folder: Path) -> list[int]:
-    """Sort key of run folders: date and time, and the number of runs that started in the same second."""
-    return [int(number) for number in re.findall(r"\d+", run_folder.name)]
 
 
 def _resuming(config: RunConfig, resume: Path | str | None) -> RunConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,12 +118,9 @@ class EngineRestarts:
 
     def tell_losses(self) -> None:
         """Report each lost engine once, with the cause seen by the rollout service, else by the driver."""
-
-        def without_waiting(lost: Mapping[int, str]) -> dict[int, str]:
-            return {engine: cause for engine, cause in lost.items() if engine not in self._waiting}
-
-        if not self._journal.knows_lost(lost := without_waiting(self.replicas.lost)):
-            lost |= without_waiting(self._rollouts.one(RolloutWorker.lost_engines))
+        if not self._journal.knows_lost(self.replicas.lost.keys() - self._waiting):
+            lost = {**self.replicas.lost, **self._rollouts.one(RolloutWorker.lost_engines)}
+            lost = {engine: cause for engine, cause in lost.items() if engine not in self._waiting}
             self._journal.engines_lost(lost, self.replicas.world_size - len(self._waiting))
 
     def tend(self) -> None:
@@ -221,7 +218,7 @@ class EngineRestarts:
             return
         name = f"actor_infer[{engine}]{WATCH.where('actor_infer', engine)}"
         why = f"{cause.splitlines()[0]} (after {self._restarts} restarts within an hour, actor_infer.restarts)"
-        if (joining := self._joining_of(engine)) is not None:
+        if (joining := self._joining) is not None and engine >= self._group.initial_ranks:
             # Ray ends its process: the node may be at fault, and other engines may need the devices.
             remove_placement_group(joining.slots[engine].reserved)
             self._waiting.add(engine)
@@ -232,9 +229,6 @@ class EngineRestarts:
             ray.kill(self.replicas.actors[engine])  # it may hang and hold its devices
             self._journal.console.message(f"{name} is not started again: {why}")
             self._rollouts.actors[0].engine_given_up.remote(engine, why)
-
-    def _joining_of(self, engine: int) -> JoiningEngines | None:
-        return self._joining if engine >= self._group.initial_ranks else None
 
     def _start(self, engine: int, actor: Any) -> None:
         turns = self._engines.turns
@@ -265,7 +259,7 @@ class EngineRestarts:
     def _restart_where_free(self, engine: int) -> None:
         """Restart an engine on its own devices. One that joined during the run (`most_replicas`) gives them up and waits for free devices
         on any node."""
-        if (joining := self._joining_of(engine)) is not None:
+        if (joining := self._joining) is not None and engine >= self._group.initial_ranks:
             remove_placement_group(joining.slots[engine].reserved)
             joining.slots[engine] = joining.new_slot()
         self._start(engine, self._group.restart(engine))

@@ -84,15 +84,12 @@ class Ledger:
         place = np.zeros(int(rows.tensor("sample").max()) + 1, dtype=np.int64)
         place[rows.tensor("sample").numpy()] = np.arange(len(rows))
         for number, mini_batch in enumerate(mini_batches):
-            done = {role: _outcome(ranks[0], number) for role, ranks in updates.items()}
+            done = {}
+            for role, ranks in updates.items():
+                is_done = number < len(ranks[0])
+                done[role] = "stopped" if not is_done else "skipped" if ranks[0][number].result.skipped else "trained"
             names = _names(rows, place[mini_batch.samples])
             self.write("update", step=step, update=number + 1, epoch=mini_batch.epoch + 1, roles=done, samples=names)
-
-
-def _outcome(updates: Sequence[Update], number: int) -> str:
-    if number >= len(updates):
-        return "stopped"
-    return "skipped" if updates[number].result.skipped else "trained"
 
 
 def _names(rows: DataProto, places: np.ndarray) -> dict[int, list[int]]:

@@ -208,7 +208,11 @@ def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
     advice = list(remedies(config, model, device, plan.phases)) if plan.problems else []
     if parsed.json:
         supplies = {one.scenario.policy: {"step_s": one.step_s, "staleness": one.staleness} for one in runs}
-        sys.stdout.write(json.dumps({**_numbers(plan), "model": model.name, "supplies": supplies, "advice": advice}) + "\n")
+        times = {name: {"seconds": one.seconds, **asdict(one)} for name, one in plan.time.phases.items()}
+        memory, phases = {name: asdict(one) for name, one in plan.memory.items()}, [asdict(one) for one in plan.phases]
+        numbers = {"problems": plan.problems, "memory_bytes": memory, "phases": phases, "times": times, "cached_tokens": plan.cached_tokens}
+        numbers |= {"engine_share": plan.time.engine_share, "estimate_s": plan.time.estimate_s}
+        sys.stdout.write(json.dumps({**numbers, "model": model.name, "supplies": supplies, "advice": advice}) + "\n")
         return bool(plan.problems)
     share = f"engines and trainer take equally long with {plan.time.engine_share:.0%} of the devices for engines"
     verdict = "fits" if not plan.problems else "\n".join(f"will not fit: {one}" for one in plan.problems)
@@ -250,13 +254,6 @@ def _tables(plan: Plan) -> tuple[str, str, str]:
         table(["phase", "devices", "GiB", "of which"], memory),
         table(["phase", "seconds", "bottleneck", "FLOPs", "GiB sent by a device"], times),
     )
-
-
-def _numbers(plan: Plan) -> dict[str, Any]:
-    times = {name: {"seconds": one.seconds, **asdict(one)} for name, one in plan.time.phases.items()}
-    memory, phases = {name: asdict(one) for name, one in plan.memory.items()}, [asdict(one) for one in plan.phases]
-    share = {"cached_tokens": plan.cached_tokens, "engine_share": plan.time.engine_share, "estimate_s": plan.time.estimate_s}
-    return {"problems": plan.problems, "memory_bytes": memory, "phases": phases, "times": times, **share}
 
 
 def _print(plans: list[Plan], model: Architecture, parsed: Any) -> int:

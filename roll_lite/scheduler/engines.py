@@ -62,11 +62,11 @@ class Collected:
     """New tokens of unfinished responses: rows that start with a dummy token (PART_PREFIX) instead of the prompt."""
 
     def with_blocks(self, blocks: Sequence[Any]) -> Collected:
-        return replace(self, turns=_with_blocks(self.turns, blocks), parts=_with_blocks(self.parts, blocks))
-
-
-def _with_blocks(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
-    return [turn if turn.tokens is None else turn._replace(tokens=turn.tokens._replace(block=blocks[turn.tokens.block])) for turn in turns]
+        turns, parts = (
+            [one if one.tokens is None else one._replace(tokens=one.tokens._replace(block=blocks[one.tokens.block])) for one in found]
+            for found in (self.turns, self.parts)
+        )
+        return replace(self, turns=turns, parts=parts)
 
 
 class BatchedEngine(ABC):

@@ -109,7 +109,11 @@ class Conversation:
         place = self._kept[after].number if after in self._kept else None
         saved = self._saved_turn(after, place, given, limits) if is_placed else None
         row = self._row(after, saved is not None and saved.branches)
-        most = self._room(row, len(token_ids)) if most is None else most
+        if most is None:
+            most = self.sampling.max_tokens - (row.length - row.segments[0].length + len(token_ids) if row.segments else 0)
+            if most < 1:
+                what = f"no room for a response within {self.sampling.max_tokens} tokens; end the episode"
+                raise ValueError(f"request {self.request_id}: {what}")
         request = self._request(tuple(token_ids), row, number, after, most, stop)
         author = Author.PROMPT if after is None else Author.ENVIRONMENT
         asked = saved or SavedTurn(self._first_new + number, place, len(token_ids), Turn(""), request.masks_context, given, limits)
@@ -159,12 +163,6 @@ class Conversation:
         row = _Row(None if after is None else self._turns[after][1])
         self._rows.append(row)
         return row
-
-    def _room(self, row: _Row, new: int) -> int:
-        room = self.sampling.max_tokens - (row.length - row.segments[0].length + new if row.segments else 0)
-        if room < 1:
-            raise ValueError(f"request {self.request_id}: no room for a response within {self.sampling.max_tokens} tokens; end the episode")
-        return room
 
     def end(self, record: EpisodeRecord, finish_reason: FinishReason | None = None) -> None:
         """Store the environment's record. `finish_reason`: the limit that ended the episode, if any."""
@@ -297,7 +295,11 @@ class SampleRunner:
         flight = self._router.flight(conversation.request_id)  # a later turn has another id
         if flight is None or (response := flight.response) is None:
             return None
-        return Unfinished.generating(attempt, flight.first, response, Pieces.of(flight))
+        # The response's `tokens` end where the request of its pieces starts.
+        prompt, own = Segment(Author.PROMPT, len(flight.first.prompt_ids)), Pieces.of(flight)
+        segments = prompt, Segment(Author.POLICY, response.length, response.versions, response.engines)
+        transcript = Transcript(segments, response.tokens, response.text, FinishReason.ABORT)
+        return Unfinished(SavedSample(attempt, transcript), {0: own} if own.parts else {})
 
     async def _run(self, first: SampleId, prompt: Prompt, sampling: Sampling, saved: SavedSample | None) -> Sample:
         cause, timed_out = "", False

@@ -160,15 +160,11 @@ class RolloutService:
             domain.requested, domain.requested_share = quota[name], admission.plan.shares.get(name, 0.0)
             domain.epoch = scheduler.epoch
         left_out, self._left_out = self._left_out, []
-        return RolloutResult(groups, stats, left_out, self._take_ledger(stats, quota))
-
-    def _take_ledger(self, stats: RolloutStats, quota: dict[str, int]) -> list[dict[str, Any]]:
         lines = [*self._ledger, *(line for scheduler in self._schedulers.values() for line in scheduler.take_ledger())]
         self._ledger, self._before["ledger"] = [], [line for line in lines if line["end"] != DELIVERED]
-        shares = self._admission.plan.shares
+        batch = {"event": "batch", "version": stats.version, "wanted": quota, "shares": admission.plan.shares}
         open_groups = sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)
-        batch = {"event": "batch", "version": stats.version, "wanted": quota, "shares": shares}
-        return [*lines, {**batch, "admitted": self._next_group, "open": open_groups}]
+        return RolloutResult(groups, stats, left_out, [*lines, {**batch, "admitted": self._next_group, "open": open_groups}])
 
     def last_ledger(self) -> list[dict[str, Any]]:
         """Return the ledger's remaining lines, a `dropped` line for each undelivered group, and an `end` line."""

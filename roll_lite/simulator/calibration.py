@@ -21,7 +21,6 @@ from roll_lite.config.schema.simulation import (
     SimulatedTrainerConfig,
     SimulationConfig,
 )
-from roll_lite.simulator.scenario import responses_of
 
 QUANTILES = 21
 
@@ -183,7 +182,7 @@ def _responses(
     seconds = [run.metrics[step].get(f"domain/{name}/reward/seconds") for step in steps]
     known = [one for one in seconds if one is not None]
     return SimulatedResponsesConfig(
-        prompts=responses_of(assumed, name).prompts,
+        prompts=assumed.domains.get(name, assumed.responses).prompts,
         prompt_tokens=max(1, round(fmean(sample["prompt_tokens"] for sample in samples))),
         quantiles=[rounded(float(value)) for value in np.quantile(lengths, np.linspace(0, 1, QUANTILES))],
         reward_s=rounded(fmean(known)) if known else 0.0,

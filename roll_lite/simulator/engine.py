@@ -234,7 +234,11 @@ class SimulatedEngine:
         most, running = self.limits.cached_tokens, len(self._running)
         if not self._frozen:
             if most is not None and running > 1 and self._cached >= most - TOKEN_TOLERANCE * running:
-                self._put_newest_back()
+                run = self._running[next(reversed(self._running))]  # the cache is full: put the newest request back
+                run.generated = float(self._tokens(run))
+                self._leave(run)
+                self.put_back += 1
+                self._waiting.appendleft(run)
             else:
                 self._admit()
         if self._timer is not None:
@@ -319,13 +323,6 @@ class SimulatedEngine:
         if not self._running:  # discard accumulated rounding errors
             self._cached = self._decoded_per_request = self._prefill_s = 0.0
             self._ends.clear()
-
-    def _put_newest_back(self) -> None:
-        run = self._running[next(reversed(self._running))]
-        run.generated = float(self._tokens(run))
-        self._leave(run)
-        self.put_back += 1
-        self._waiting.appendleft(run)
 
     def _tokens(self, run: _Run) -> int:
         if run.slot < 0:

@@ -196,7 +196,10 @@ class _Simulation:
     # ------------------------------------------------------------ the verbs of a step
 
     async def step(self) -> None:
-        await self.move_engines()
+        if self.scenario.offload_s is not None:
+            started = self.clock()
+            await asyncio.sleep(self.scenario.offload_s)
+            self.outcome.phases.append(SimulatedPhase("move", started, self.clock()))
         await self.sync_weights()
         asked = self.clock()
         looking = asyncio.ensure_future(self.pass_early())
@@ -208,12 +211,6 @@ class _Simulation:
         await self.train(result)
         self.outcome.phases.append(SimulatedPhase("train", ready, self.clock()))
         self.record(result, ready - asked, self.clock() - ready)
-
-    async def move_engines(self) -> None:
-        if self.scenario.offload_s is not None:
-            started = self.clock()
-            await asyncio.sleep(self.scenario.offload_s)
-            self.outcome.phases.append(SimulatedPhase("move", started, self.clock()))
 
     async def pass_early(self) -> None:
         """Simulate pipeline/early_passes.py, which computes log-probs of finished groups during generation, one pass at a time, over groups

@@ -174,23 +174,21 @@ class CompletionPump:
                 blocks[-1].append(record)
                 tokens += len(record)
             self._tokens_waiting -= ready.tokens
-            (parts if ready.is_part else turns).append(self._turn(completion, row))
+            turn = Turn(
+                completion.request_id,
+                len(completion.token_ids),
+                completion.text,
+                completion.finish_reason,
+                completion.versions,
+                completion.error,
+                completion.cached_tokens,
+                row,
+                () if self._engine is None else (self._engine,),
+                np.array(completion.token_ids, np.int32).tobytes() if completion.request_id in self._wanted else b"",
+                completion.drafted,
+                completion.accepted,
+            )
+            (parts if ready.is_part else turns).append(turn)
             if not ready.is_part:
                 self._wanted.discard(completion.request_id)
         return turns, parts, [token_block(records, self._columns) for records in blocks if records]
-
-    def _turn(self, completion: Completion, tokens: TokenRow | None) -> Turn:
-        return Turn(
-            completion.request_id,
-            len(completion.token_ids),
-            completion.text,
-            completion.finish_reason,
-            completion.versions,
-            completion.error,
-            completion.cached_tokens,
-            tokens,
-            () if self._engine is None else (self._engine,),
-            np.array(completion.token_ids, np.int32).tobytes() if completion.request_id in self._wanted else b"",
-            completion.drafted,
-            completion.accepted,
-        )

@@ -104,7 +104,15 @@ class ActorLoss:
         # Optional arguments of the user's loss function. Only the entropy has a gradient.
         columns = micro_batch.columns if outputs.entropy is None else {**micro_batch.columns, "entropy": outputs.entropy}
         policy = policy_loss(self.policy_loss, terms, **{name: columns[name].masked_fill(~mask, 0.0) for name in self.given})
-        tokens = _policy_diagnostics(policy, log_probs.detach(), old, mask)
+        ratio = policy.ratio.double().masked_fill(~mask, 0.0)
+        tokens = {
+            "actor/tokens": mask,
+            "actor/ratio": ratio,
+            "actor/ratio_square": ratio.square(),
+            "actor/approx_kl": kl_estimate(old, log_probs.detach(), "k3"),
+            "actor/clip_low": policy.clipped_low,
+            "actor/clip_high": policy.clipped_high,
+        }
         # Under `rollout` the old log-probs are the engine's own, so the mismatch is measured with those of the training forward.
         trained = log_probs.detach() if self.old_log_probs == "rollout" else old
         corrected, measured = self._corrected(policy.loss, trained, micro_batch)
@@ -210,18 +218,6 @@ class CriticLoss:
         }
         numbers = domain_numbers(micro_batch, self.domains)
         return weighted.sum(), {"critic/loss": _total(weighted), **sums_by_domain(tokens, numbers, self.domains)}
-
-
-def _policy_diagnostics(policy: PolicyLoss, current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    ratio = policy.ratio.double().masked_fill(~mask, 0.0)
-    return {
-        "actor/tokens": mask,
-        "actor/ratio": ratio,
-        "actor/ratio_square": ratio.square(),
-        "actor/approx_kl": kl_estimate(old, current, "k3"),
-        "actor/clip_low": policy.clipped_low,
-        "actor/clip_high": policy.clipped_high,
-    }
 
 
 def _column(micro_batch: MicroBatch, name: str) -> torch.Tensor:

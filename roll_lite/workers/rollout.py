@@ -232,32 +232,32 @@ class RolloutWorker(AsyncWorker):
         return RewardModelClient(name, reward, self._reward_models[reward.args["model"]])
 
     def _load_domains(self) -> list[Domain]:
-        tokenizer = load_tokenizer(self._config.model.path)
-        return [self._load_domain(name, config, tokenizer) for name, config in self._config.domains.items()]
-
-    def _load_domain(self, name: str, config: DomainConfig, tokenizer: Any) -> Domain:
-        given: list[Split] = [split for split in ("train", "validation") if getattr(config.data, split) is not None]
-        loaded = {split: load_prompts(name, config, split, tokenizer, self._config.domains) for split in given}
-        self._data_notes += [f"domains.{name}.data.{split}: {own.counts()}" for split, own in loaded.items() if own.left_out]
-        prompts = loaded[given[0]]  # held-out ones, if nothing trains
-        files, seed = config.data.train, self._config.seed
-        shares = list(files.values()) if isinstance(files, dict) else []
-        return Domain(
-            name=name,
-            prompts=prompts,
-            order=MixedOrder(prompts.parts, shares, seed, name) if shares else PromptOrder(len(prompts), seed, name),
-            sampling=sampling_of(config.sampling, self._config.rollout.keep_mask),
-            samples_per_prompt=config.samples_per_prompt or self._config.rollout.samples_per_prompt,
-            share=config.share,
-            rewards=self._pools[name],
-            reward_retries=config.reward.retries,
-            validation=loaded.get("validation"),
-            greedy_baseline=self._config.algorithm.advantage.name == "remax",
-            filter=filter_of(self._config.rollout.filter),
-            epochs=config.data.epochs,
-            least=config.min_prompts,
-            episode=self._environments[name].play if name in self._environments else one_response,
-        )
+        tokenizer, domains = load_tokenizer(self._config.model.path), []
+        for name, config in self._config.domains.items():
+            given: list[Split] = [split for split in ("train", "validation") if getattr(config.data, split) is not None]
+            loaded = {split: load_prompts(name, config, split, tokenizer, self._config.domains) for split in given}
+            self._data_notes += [f"domains.{name}.data.{split}: {own.counts()}" for split, own in loaded.items() if own.left_out]
+            prompts = loaded[given[0]]  # held-out ones, if nothing trains
+            files, seed = config.data.train, self._config.seed
+            shares = list(files.values()) if isinstance(files, dict) else []
+            domain = Domain(
+                name=name,
+                prompts=prompts,
+                order=MixedOrder(prompts.parts, shares, seed, name) if shares else PromptOrder(len(prompts), seed, name),
+                sampling=sampling_of(config.sampling, self._config.rollout.keep_mask),
+                samples_per_prompt=config.samples_per_prompt or self._config.rollout.samples_per_prompt,
+                share=config.share,
+                rewards=self._pools[name],
+                reward_retries=config.reward.retries,
+                validation=loaded.get("validation"),
+                greedy_baseline=self._config.algorithm.advantage.name == "remax",
+                filter=filter_of(self._config.rollout.filter),
+                epochs=config.data.epochs,
+                least=config.min_prompts,
+                episode=self._environments[name].play if name in self._environments else one_response,
+            )
+            domains.append(domain)
+        return domains
 
     async def notes(self) -> list[str]:
         pools = [(name, pool.note) for name, pool in self._pools.items() if isinstance(pool, RewardPool)]
@@ -268,7 +268,7 @@ class RolloutWorker(AsyncWorker):
         """Return a batch of `prompts` prompts: rows of accepted samples, with references to their tokens."""
         result = await self._service.next_batch(prompts)
         state = self._service.state_dict()
-        await self._reward_models_rest()
+        await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
         trainable = accepted(result.groups)
         rows = rows_of(trainable, self._temperatures)
         writing = self._samples_file("step", step, result.groups)
@@ -325,16 +325,13 @@ class RolloutWorker(AsyncWorker):
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
         """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
-        await self._reward_models_rest()
+        await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
         columns = reported_columns(result.groups, self._config.domains)
         await self._write(self._samples_file("validation", step, result.groups, columns))
         if self._writing is not None:
             await self._writing  # trackers read the file next
         temperatures = {name: one.temperature for name, one in sampling.items()}
         return held_out_rows(accepted(result.groups), temperatures, columns), result.stats
-
-    async def _reward_models_rest(self) -> None:
-        await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
 
     def _samples_file(
         self, kind: str, step: int, groups: list[SampleGroup], columns: Mapping[str, Sequence[str]] = NONE
