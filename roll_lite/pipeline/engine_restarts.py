@@ -118,9 +118,10 @@ class EngineRestarts:
 
     def tell_losses(self) -> None:
         """Report each lost engine once, with the cause seen by the rollout service, else by the driver."""
-        if not self._journal.knows_lost(self.replicas.lost.keys() - self._waiting):
-            lost = {**self.replicas.lost, **self._rollouts.one(RolloutWorker.lost_engines)}
-            lost = {engine: cause for engine, cause in lost.items() if engine not in self._waiting}
+        lost = {engine: cause for engine, cause in self.replicas.lost.items() if engine not in self._waiting}
+        if not self._journal.knows_lost(lost):
+            told = self._rollouts.one(RolloutWorker.lost_engines)
+            lost |= {engine: cause for engine, cause in told.items() if engine not in self._waiting}
             self._journal.engines_lost(lost, self.replicas.world_size - len(self._waiting))
 
     def tend(self) -> None:
