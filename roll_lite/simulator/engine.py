@@ -262,21 +262,17 @@ class SimulatedEngine:
             if self._running and self._cached + run.prompt + run.generated > room:
                 return
             self._waiting.popleft()
-            self._start(run)
-
-    def _start(self, run: _Run) -> None:
-        request = run.asked.request
-        run.slot, run.since, run.decoded_at_start = heapq.heappop(self._slots), self._settled, self._decoded_per_request - run.generated
-        self._stamp(run)
-        run.cached = self._prefill(run)
-        self._cached += run.prompt + run.generated
-        self._running[request.request_id] = run
-        self._admitted += 1
-        heapq.heappush(self._ends, (run.decoded_at_start + run.tokens, self._admitted, run))
-        run.asked.generated(self._tokens(run))
-        if not self._reporting:
-            self._reporting = True
-            self._loop.call_later(REPORT_S, self._report)
+            run.slot, run.since, run.decoded_at_start = heapq.heappop(self._slots), self._settled, self._decoded_per_request - run.generated
+            self._stamp(run)
+            run.cached = self._prefill(run)
+            self._cached += run.prompt + run.generated
+            self._running[run.asked.request.request_id] = run
+            self._admitted += 1
+            heapq.heappush(self._ends, (run.decoded_at_start + run.tokens, self._admitted, run))
+            run.asked.generated(self._tokens(run))
+            if not self._reporting:
+                self._reporting = True
+                self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
         """Add a request's prefill time. Return the number of cached prompt tokens, which take no time."""
