@@ -50,11 +50,15 @@ def check_cuts(config: ChaosConfig | None, nodes: Sequence[str]) -> None:
         )
     addresses = node_addresses()
     for node in nodes:
-        if why := ray.get(why_uncut.options(scheduling_strategy=on_node(node)).remote()):
+        if why := ray.get(on(node, why_uncut).remote()):
             raise ValueError(
                 f"chaos.actions: cut: node {addresses[node]} cannot be cut off ({why}). Install iproute2 there and start its Ray as root "
                 f"(in a container with the capability NET_ADMIN), or leave cut out"
             )
+
+
+def on(node: str, task: ray.remote_function.RemoteFunction) -> ray.remote_function.RemoteFunction:
+    return task.options(scheduling_strategy=on_node(node))
 
 
 @ray.remote(num_cpus=0)
@@ -98,8 +102,7 @@ class Chaos:
         cut = action == "cut"
         whom = f"its node {place.address} for {self._config.cut_s:g} s" if cut else f"process {place.pid} or one that it started"
         self._say(f"chaos: {action} of {role} rank {rank}, {whom}")
-        blow = strike.options(scheduling_strategy=on_node(place.node))
-        blow.remote(place, action, draw.random(), self._config.cut_s if cut else self._config.slow_s)
+        on(place.node, strike).remote(place, action, draw.random(), self._config.cut_s if cut else self._config.slow_s)
 
     def _plan_next(self) -> None:
         """Draw the time of the next fault. Every fault has its own generator, so its time and kind do not depend on who is alive."""
