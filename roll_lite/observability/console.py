@@ -161,7 +161,16 @@ class RunConsole:
     def finish(self, accuracy: Accuracy, held_out: BeforeAfter, findings: Iterable[Finding]) -> None:
         """Show held-out accuracy before and after training, and repeat the warnings."""
         if accuracy[OVERALL]["before"] is not None:
-            self._accuracy_table(accuracy, held_out)
+            k = largest_k(f"validation/{name}" for name in held_out)
+            further = {name: held_out[name] for name in (f"pass@{k}", f"maj@{k}") if name in held_out}
+            rows = []
+            for name, measured in {**{name: accuracy[name] for name in [*self._domains, OVERALL]}, **further}.items():
+                before, after = measured["before"], measured["after"]
+                change = None if before is None or after is None else 100 * (after - before)
+                if change is not None and abs(change) < SMALLEST_CHANGE:
+                    change = 0.0
+                rows.append([name, _percent(before, 1), _percent(after, 1), "-" if change is None else f"{change:+.1f}"])
+            self.message(f"\n{table(('held-out', 'before', 'after', 'change'), rows, numbers=True)}\n")
         for finding in findings:
             self.message(f"warning, {finding.steps} step(s) from step {finding.first_step} on: {finding.message}", style="yellow")
 
@@ -195,19 +204,10 @@ class RunConsole:
         """Show number of steps, time, and the run's folder. `steps`: None after an evaluation. `resumed_after`: step after which the run
         was resumed, or 0."""
         done = f"steps {resumed_after + 1} to {steps}" if resumed_after else f"{steps} step{'' if steps == 1 else 's'}"
-        self.message(f"{'evaluated' if steps is None else done} in {_duration(seconds)}; everything is in {folder}")
-
-    def _accuracy_table(self, accuracy: Accuracy, held_out: BeforeAfter) -> None:
-        k = largest_k(f"validation/{name}" for name in held_out)
-        further = {name: held_out[name] for name in (f"pass@{k}", f"maj@{k}") if name in held_out}
-        rows = []
-        for name, measured in {**{name: accuracy[name] for name in [*self._domains, OVERALL]}, **further}.items():
-            before, after = measured["before"], measured["after"]
-            change = None if before is None or after is None else 100 * (after - before)
-            if change is not None and abs(change) < SMALLEST_CHANGE:
-                change = 0.0
-            rows.append([name, _percent(before, 1), _percent(after, 1), "-" if change is None else f"{change:+.1f}"])
-        self.message(f"\n{table(('held-out', 'before', 'after', 'change'), rows, numbers=True)}\n")
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        duration = f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+        self.message(f"{'evaluated' if steps is None else done} in {duration}; everything is in {folder}")
 
     # ------------------------------------------------------------ layout
 
@@ -215,8 +215,10 @@ class RunConsole:
         cells = []
         for title, prefix in [("all", ""), *((domain, f"domain/{domain}/") for domain in self._domains)]:
             score, share = metrics.get(prefix + reward), metrics.get(prefix + accuracy)
-            text = f"{_score(score)} {_percent(share):>4}"
-            cells.append(Cell(_shortened(title, DOMAIN_WIDTH), "score  acc", text, DOMAIN_WIDTH, _shade(share)))
+            text, style = f"{_score(score)} {_percent(share):>4}", "dim"
+            if share is not None and not math.isnan(share):
+                style = "red" if share < 1 / 3 else "yellow" if share < 2 / 3 else "green"
+            cells.append(Cell(_shortened(title, DOMAIN_WIDTH), "score  acc", text, DOMAIN_WIDTH, style))
         return cells
 
     def _line(self, label: str, scores: Sequence[Cell], times: Sequence[Cell], style: str = "") -> None:
@@ -273,15 +275,3 @@ def _thousands(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.0f}" if value < 1000 else f"{value / 1000:.1f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-def _shade(accuracy: float | None) -> str:
-    if accuracy is None or math.isnan(accuracy):
-        return "dim"
-    return "red" if accuracy < 1 / 3 else "yellow" if accuracy < 2 / 3 else "green"

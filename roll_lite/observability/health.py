@@ -59,7 +59,8 @@ class RunHealth:
     def new_signs(self, step: int, metrics: Metrics) -> list[str]:
         told = []
         for domain, sign in self._signs:
-            of_place = metrics if not domain else _of_domain(metrics, domain)
+            start = f"domain/{domain}/" if domain else ""
+            of_place = {name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)}
             if domain and (sign.name in self.findings or not of_place.get("rollout/groups")):
                 continue  # reported for the whole batch, or the domain has no sample in this step
             steps, groups = self._seen[domain, sign]
@@ -78,11 +79,6 @@ class RunHealth:
         old, recent = self._earlier[:-REMEMBERED], self._earlier[-REMEMBERED:]
         self._earlier = [*[one for one in old if not math.isnan(_entropy(one))][:1], *recent, metrics]
         return told
-
-
-def _of_domain(metrics: Metrics, domain: str) -> Metrics:
-    start = f"domain/{domain}/"
-    return {name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)}
 
 
 def _entropy(metrics: Metrics) -> float:

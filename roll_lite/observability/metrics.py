@@ -25,15 +25,6 @@ ALL_DOMAINS = ""
 """Label of values over all domains."""
 
 
-def flat_name(series: Series) -> str:
-    """Return the name in files and trackers: `domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or
-    `<name>`."""
-    name, label = series
-    if label is None:
-        return name
-    return f"domain/{label}/{name}" if name in DERIVED or metric_of(name).by == "domain" else f"{name}/{label}"
-
-
 @dataclass
 class MetricSums:
     """Accumulated metrics: (sum, count) for means, one number for other metrics. Picklable."""
@@ -93,7 +84,8 @@ class MetricSums:
             self._put(series, value, count)
 
     def values(self) -> dict[str, float]:
-        """Return {flat name: value}, with derived metrics. A mean over no items is left out."""
+        """Return {name in files and trackers: value}, with derived metrics. A mean over no items is left out. Names:
+        `domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or `<name>`."""
         read: dict[Series, float] = {}
         for series, (value, count) in self.entries.items():
             if metric_of(series[0]).reduction is not Reduction.MEAN:
@@ -107,4 +99,12 @@ class MetricSums:
                 inputs = [read.get((key, label)) for key in derived.inputs]
                 if None not in inputs:
                     shown[(name, label)] = derived.compute(*inputs)
-        return {flat_name(series): value for series, value in shown.items()}
+        flat = {}
+        for (name, label), value in shown.items():
+            if label is None:
+                flat[name] = value
+            elif name in DERIVED or metric_of(name).by == "domain":
+                flat[f"domain/{label}/{name}"] = value
+            else:
+                flat[f"{name}/{label}"] = value
+        return flat

@@ -467,24 +467,23 @@ def shown_settings(settings: Mapping[str, Any], environment: Mapping[str, str]) 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, known: Mapping[str, str] | None = None) -> list[Tracker]:
     """Return the run's trackers. `known`: {tracker: the resumed run's id at its service}, to continue under this id."""
     known = known or {}
-    built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
+    built: list[Tracker] = []
+    for index, config in enumerate(configs):
+        module, _, name = config.name.rpartition(".")
+        try:
+            make = TRACKERS.get(config.name) or getattr(import_module(module), name)
+            tracker = make(replace(run, id=known.get(config.name)), **config.args)
+        except Exception as error:  # a process edge: see Trackers
+            raise ValueError(f"trackers.{index}: {config.name}: {type(error).__name__}: {error}") from error
+        if not isinstance(tracker, Tracker):
+            what = f"{config.name} is {type(tracker).__name__}, no {Tracker.__module__}.{Tracker.__name__}"
+            raise ValueError(f"trackers.{index}.name: {what}")
+        tracker.samples_per_domain = config.samples
+        built.append(tracker)
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}
     if ids:
         write_json(run.folder / IDS_FILE, ids)
     return built
-
-
-def _built(config: TrackerConfig, run: TrackedRun, path: str) -> Tracker:
-    module, _, name = config.name.rpartition(".")
-    try:
-        make = TRACKERS.get(config.name) or getattr(import_module(module), name)
-        tracker = make(run, **config.args)
-    except Exception as error:  # a process edge: see Trackers
-        raise ValueError(f"{path}: {config.name}: {type(error).__name__}: {error}") from error
-    if not isinstance(tracker, Tracker):
-        raise ValueError(f"{path}.name: {config.name} is {type(tracker).__name__}, no {Tracker.__module__}.{Tracker.__name__}")
-    tracker.samples_per_domain = config.samples
-    return tracker
 
 
 def tracker_ids(folder: Path) -> dict[str, str]:

@@ -121,7 +121,15 @@ class Agreement:
         if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):
             return
         places = self._places(version, rows, {sample: sums for part in found for sample, sums in part.items()})
-        self._say_what_is_missing(any_told=bool(places))
+        if not self._has_said and self._left_out:
+            logger.warning(
+                "rollout.max_mismatch: engines and trainer are not compared on samples of %s: sampling is truncated there, and its "
+                "log-probs are those of another distribution; rollout.keep_mask: true makes them comparable",
+                ", ".join(sorted(self._left_out)),
+            )
+        if not self._has_said and self._compares and not places:
+            logger.warning("rollout.max_mismatch: engines and trainer are not compared yet: the actor gave no log-probs in this step")
+        self._has_said = True
         if not places:
             return
         whole = _mean(places.values())
@@ -186,19 +194,6 @@ class Agreement:
         if usual:
             past.append(_mean(usual))
             del past[:-MOST_STEPS]
-
-    def _say_what_is_missing(self, any_told: bool) -> None:
-        has_said, self._has_said = self._has_said, True
-        if has_said:
-            return
-        if self._left_out:
-            logger.warning(
-                "rollout.max_mismatch: engines and trainer are not compared on samples of %s: sampling is truncated there, and its "
-                "log-probs are those of another distribution; rollout.keep_mask: true makes them comparable",
-                ", ".join(sorted(self._left_out)),
-            )
-        if self._compares and not any_told:
-            logger.warning("rollout.max_mismatch: engines and trainer are not compared yet: the actor gave no log-probs in this step")
 
     def state_dict(self) -> dict[str, Any]:
         return {"past": self._past, "is_first": self._is_first}

@@ -34,6 +34,7 @@ AUTO_STEPS = 500
 """`batches.write: auto` writes only this many steps, the first ones, to limit disk usage."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
 """Columns that are not written: thousands of numbers per token, which a forward pass can recompute."""
+SUPERVISED = ("sample", "input_ids", "response_mask", "ptx_weight")
 
 
 class BatchFiles:
@@ -82,7 +83,7 @@ class BatchFiles:
 
     def write_supervised(self, step: int, updates: Sequence[DataProto]) -> None:
         if self.writes(step) and updates:
-            table = as_table(_supervised_columns(DataProto.concat(updates)))
+            table = as_table(DataProto.concat(updates).select(SUPERVISED))
             numbers = np.repeat(np.arange(1, len(updates) + 1), [len(rows) for rows in updates])
             write_table(self._folder / f"batches/step_{step:06d}" / "supervised.parquet", table.append_column("update", pa.array(numbers)))
 
@@ -102,7 +103,7 @@ class BatchFiles:
         own = np.flatnonzero(np.isin(batch.rows.tensor("sample").numpy(), mini_batch.samples))
         self._write(skipped.folder, actor, batch.take(own), table, facts)
         if supervised is not None:
-            table = _with_losses(as_table(_supervised_columns(supervised)), skipped)
+            table = _with_losses(as_table(supervised.select(SUPERVISED)), skipped)
             write_table(self._folder / skipped.folder / "supervised.parquet", table)
 
     def _write(self, name: str, actor: Model[ActorWorker], batch: Batch, mini_batches: pa.Table, facts: Mapping[str, Any]) -> None:
@@ -125,10 +126,6 @@ def batches_are_written(config: RunConfig) -> bool:
         samples = config.rollout.prompts_per_step * max(group_size(config, domain) for domain in config.domains.values())
         return samples * longest_sequence(config) <= SMALL_STEP_TOKENS and not without_formula(config)
     return config.batches.write == "always"
-
-
-def _supervised_columns(rows: DataProto) -> DataProto:
-    return rows.select(["sample", "input_ids", "response_mask", "ptx_weight"])
 
 
 @cache

@@ -127,17 +127,12 @@ def strike(place: Place, action: str, draw: float, seconds: float) -> None:
         process = psutil.Process(place.pid)
         family = [process, *process.children(recursive=True)]
         victim = family[int(draw * len(family))]
-        if action == "slow":
-            slowed(victim, seconds)
-        else:
+        if action != "slow":
             victim.send_signal(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
-
-
-def slowed(process: psutil.Process, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    with suppress(psutil.Error):
+            return
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
-            process.suspend()
+            victim.suspend()
             time.sleep((1 - RUNS) * SLICE_SECONDS)
-            process.resume()
+            victim.resume()
             time.sleep(RUNS * SLICE_SECONDS)

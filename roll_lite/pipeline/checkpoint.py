@@ -122,25 +122,25 @@ class Checkpoints:
         folder = whole if self._in_store else whole.with_suffix(".partial")
         if self._in_store:
             self._waiting = [other for other in self._waiting if other != whole]
-            self._keep_on_nodes(models)
+            kept = [folder.name for folder in (*self._waiting, self.newest) if folder is not None]
+            for model in self.stateful(models).values():
+                model.ranks.all(ModelWorker.keep_checkpoints, self._run_folder / FOLDER, kept)
+            keep_only(self._run_folder / FOLDER, kept)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         with _removed_on_failure(folder):
-            self._start(models, files, folder)
+            saved = self.stateful(models)
+            for role, model in saved.items():
+                (folder / role).mkdir()
+                with model.loaded(states(Phase.CHECKPOINT)):
+                    model.ranks.all(ModelWorker.start_checkpoint, folder / role, self._config.checkpoint.asynchronous)
+            for file, content in files.items():
+                if content:
+                    (folder / file).write_bytes(content)
+            self._running = Unfinished(folder, saved)
         if not self._config.checkpoint.asynchronous:
             self.finish()
         return whole
-
-    def _start(self, models: Models, files: Mapping[str, bytes], folder: Path) -> None:
-        saved = self.stateful(models)
-        for role, model in saved.items():
-            (folder / role).mkdir()
-            with model.loaded(states(Phase.CHECKPOINT)):
-                model.ranks.all(ModelWorker.start_checkpoint, folder / role, self._config.checkpoint.asynchronous)
-        for name, content in files.items():
-            if content:
-                (folder / name).write_bytes(content)
-        self._running = Unfinished(folder, saved)
 
     def _renew(self, checkpoint: Path, files: Mapping[str, bytes]) -> None:
         """Replace state and samples in flight of a finished checkpoint by newer ones of the same step. The new files have other names and
@@ -188,35 +188,32 @@ class Checkpoints:
         if (running := self._running) is None:
             return
         self._running = None
-        with _removed_on_failure(running.folder):
-            self._complete(running)
+        folder, whole = running.folder, running.folder.with_suffix("")
+        with _removed_on_failure(folder):
+            records: dict[str, FileRecord] = {}
+            for role, model in running.models.items():
+                of_ranks = model.ranks.all(ModelWorker.finish_checkpoint)
+                records |= {f"{role}/{name}": one for found in of_ranks for name, one in found.items()}
+            for role in () if self._in_store else running.models:
+                expect_files(folder, {name: one.bytes for name, one in records.items() if name.startswith(f"{role}/")}, role)
+            own = {name: record(folder / name) for name in DRIVERS_FILES if (folder / name).exists()}
+            write_list(folder, {**records, **own})
+            flush([folder / LIST_FILE, *(folder / name for name in own), *(path for path in folder.rglob("*") if path.is_dir()), folder])
+            if folder != whole:
+                shutil.rmtree(whole, ignore_errors=True)
+                folder.rename(whole)
+            flush([whole.parent])
         if self._in_store:
-            self._waiting.append(running.folder)
+            self._waiting.append(folder)
             self._upload(running.models)
         else:
-            self.newest = running.folder.with_suffix("")
+            self.newest = whole
             self._remove_old()
             size, free = sum(one.bytes for one in read_list(self.newest).values()), free_bytes(self.newest)
             if free < size and self.newest_step < self._config.steps:
                 logger.warning(
                     "the next checkpoint will not fit: %s takes %d MB, %d MB are free", self.newest, size // 10**6, free // 10**6
                 )
-
-    def _complete(self, running: Unfinished) -> None:
-        folder, whole = running.folder, running.folder.with_suffix("")
-        records: dict[str, FileRecord] = {}
-        for role, model in running.models.items():
-            of_ranks = model.ranks.all(ModelWorker.finish_checkpoint)
-            records |= {f"{role}/{name}": one for found in of_ranks for name, one in found.items()}
-        for role in () if self._in_store else running.models:
-            expect_files(folder, {name: one.bytes for name, one in records.items() if name.startswith(f"{role}/")}, role)
-        own = {name: record(folder / name) for name in DRIVERS_FILES if (folder / name).exists()}
-        write_list(folder, {**records, **own})
-        flush([folder / LIST_FILE, *(folder / name for name in own), *(path for path in folder.rglob("*") if path.is_dir()), folder])
-        if folder != whole:
-            shutil.rmtree(whole, ignore_errors=True)
-            folder.rename(whole)
-        flush([whole.parent])
 
     def _remove_old(self) -> None:
         for old in self._surplus(finished_checkpoints(self._home)):
@@ -269,12 +266,6 @@ class Checkpoints:
         waiting = ", ".join(folder.name for folder in self._waiting)
         return f"To be uploaded, in {self._run_folder / FOLDER} on the nodes of the ranks: {waiting or 'nothing'}"
 
-    def _keep_on_nodes(self, models: Models) -> None:
-        names = [folder.name for folder in (*self._waiting, self.newest) if folder is not None]
-        for model in self.stateful(models).values():
-            model.ranks.all(ModelWorker.keep_checkpoints, self._run_folder / FOLDER, names)
-        keep_only(self._run_folder / FOLDER, names)
-
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
         """Verify and load the checkpoint of `checkpoint.resume`. Return the driver's state; None if the run starts anew. If the checkpoint
         is damaged and the run continues in its own folder, mark it and load the previous one; DamagedCheckpoint without one."""
@@ -290,7 +281,11 @@ class Checkpoints:
             except DamagedCheckpoint as error:
                 self.set_aside_newest(error)
         self._load_models(models, self.newest)
-        source.load_state_dict(state["rollouts"], self._unfinished(self.newest, state))
+        # Samples in flight are dropped if settings of generation or scoring have changed.
+        copy = self._on_nodes(self.newest)
+        listed = [name for name in read_list(copy) if name.startswith("unfinished")]
+        usable = samples_continue(state["config"], self._config.model_dump(mode="json"))
+        source.load_state_dict(state["rollouts"], (copy / listed[0]).read_bytes() if usable and listed else b"")
         return state["pipeline"]
 
     @property
@@ -353,14 +348,6 @@ class Checkpoints:
         for role, model in self.stateful(models).items():
             with model.loaded(states(Phase.CHECKPOINT)):
                 model.ranks.all(ModelWorker.load_checkpoint, self._on_nodes(folder) / role)
-
-    def _unfinished(self, folder: Path, state: dict[str, Any]) -> bytes:
-        """Return the checkpoint's file of samples in flight; empty without such a file, or if settings of generation or scoring have
-        changed."""
-        copy = self._on_nodes(folder)
-        listed = [name for name in read_list(copy) if name.startswith("unfinished")]
-        usable = samples_continue(state["config"], self._config.model_dump(mode="json"))
-        return (copy / listed[0]).read_bytes() if usable and listed else b""
 
     def _on_nodes(self, checkpoint: Path) -> Path:
         """Return the folder from which ranks load a checkpoint: the local copy on their node if the checkpoint is in a remote store."""

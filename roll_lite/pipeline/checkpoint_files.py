@@ -105,7 +105,8 @@ def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
     with reaching(experiment):
         for checkpoint in (
             checkpoint
-            for run in sorted(experiment.glob("*"), key=_started, reverse=True)
+            # By date and time, then by the number of runs that started in the same second.
+            for run in sorted(experiment.glob("*"), key=lambda run: list(map(int, re.findall(r"\d+", run.name))), reverse=True)
             for checkpoint in reversed(finished_checkpoints(run))
         ):
             try:
@@ -121,11 +122,6 @@ def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if chosen is None:
         notes.append(f"checkpoint.resume: auto: no checkpoint in {experiment}, the run starts afresh")
     return _resuming(config, chosen if chosen is None or is_local(chosen) else str(chosen)), notes
-
-
-def _started(run_folder: Path) -> list[int]:
-    """Sort key of run folders: date and time, and the number of runs that started in the same second."""
-    return [int(number) for number in re.findall(r"\d+", run_folder.name)]
 
 
 def _resuming(config: RunConfig, resume: Path | str | None) -> RunConfig:
@@ -184,7 +180,13 @@ def read_list(checkpoint: Path) -> dict[str, FileRecord]:
 def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
     """Return the newest state after verifying its checksum and, unless `sizes` is False, all files' sizes."""
     wanted = read_list(checkpoint)
-    check_sizes(checkpoint, wanted if sizes else {})
+    for name, written in wanted.items() if sizes else ():
+        try:
+            size = (checkpoint / name).stat().st_size
+        except FileNotFoundError:
+            raise damaged(checkpoint, name, "is missing") from None
+        if size != written.bytes:
+            raise damaged(checkpoint, name, f"has {size:,} bytes; {written.bytes:,} were written")
     newest = _state_file(wanted)
     check_sums(checkpoint, wanted, [(newest, record(checkpoint / newest))])
     state = _read_json(checkpoint, newest)
@@ -199,16 +201,6 @@ def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
 
 def _state_file(wanted: Iterable[str]) -> str:
     return next((name for name in wanted if name.startswith("state-")), STATE_FILE)
-
-
-def check_sizes(checkpoint: Path, wanted: Mapping[str, FileRecord]) -> None:
-    for name, written in wanted.items():
-        try:
-            size = (checkpoint / name).stat().st_size
-        except FileNotFoundError:
-            raise damaged(checkpoint, name, "is missing") from None
-        if size != written.bytes:
-            raise damaged(checkpoint, name, f"has {size:,} bytes; {written.bytes:,} were written")
 
 
 def check_sums(checkpoint: Path, wanted: Mapping[str, FileRecord], records: Iterable[tuple[str, FileRecord]]) -> None:
@@ -281,15 +273,11 @@ def _check_folder(config: RunConfig, folder: Path) -> None:
     if absent:
         raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")
     for role in with_state:
-        _check_model(config, role, checkpoint / role)
-
-
-def _check_model(config: RunConfig, role: str, folder: Path) -> None:
-    try:
-        hf = read_hf_config(model_folder(config, roles(config)[role]))
-    except ValueError:  # reported where the model is checked
-        return
-    check_same_model(folder, hf.tensor_facts(config.model.dtype, role == "critic"))
+        try:
+            hf = read_hf_config(model_folder(config, roles(config)[role]))
+        except ValueError:  # reported where the model is checked
+            continue
+        check_same_model(checkpoint / role, hf.tensor_facts(config.model.dtype, role == "critic"))
 
 
 def _settings(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -45,7 +45,8 @@ class EarlyPasses:
 
     def poll(self, rollouts: Cluster[RolloutWorker]) -> None:
         """Start the next forward passes if enough groups have finished. Does not block; call about once a second."""
-        if not self._models or not self._idle():
+        is_idle = all(running.answer() is not None for part in self._parts[-1:] for running in part.passes)
+        if not self._models or not is_idle:
             return
         if self._asked is None:
             known = {group for part in self._parts for group in part.rows.tensor("group").tolist()}
@@ -56,9 +57,6 @@ class EarlyPasses:
             if len(rows) > 0:
                 batch = Batch(rows, [tokens])
                 self._parts.append(EarlyPass(rows, [model.start_forward(batch, columns) for model, columns in self._models]))
-
-    def _idle(self) -> bool:
-        return all(running.answer() is not None for part in self._parts[-1:] for running in part.passes)
 
     def forget(self) -> None:
         """Drop all passes, because their batch is complete or their ranks were lost."""

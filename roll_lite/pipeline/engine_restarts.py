@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,10 +41,6 @@ class _Start:
     """Node and process; None until the engine has started."""
     since: float | None = None
     """Time at which the process was first seen to run; None before that: it may still wait for devices."""
-
-    @property
-    def is_ready(self) -> bool:
-        return self.place is not None
 
 
 @dataclass(frozen=True)
@@ -124,12 +120,10 @@ class EngineRestarts:
 
     def tell_losses(self) -> None:
         """Report each lost engine once, with the cause seen by the rollout service, else by the driver."""
-
-        def without_waiting(lost: Mapping[int, str]) -> dict[int, str]:
-            return {engine: cause for engine, cause in lost.items() if engine not in self._waiting}
-
-        if not self._journal.knows_lost(lost := without_waiting(self.replicas.lost)):
-            lost |= without_waiting(self._rollouts.one(RolloutWorker.lost_engines))
+        lost = {engine: cause for engine, cause in self.replicas.lost.items() if engine not in self._waiting}
+        if not self._journal.knows_lost(lost):
+            told = self._rollouts.one(RolloutWorker.lost_engines)
+            lost |= {engine: cause for engine, cause in told.items() if engine not in self._waiting}
             self._journal.engines_lost(lost, self.replicas.world_size - len(self._waiting))
 
     def tend(self) -> None:
@@ -154,7 +148,7 @@ class EngineRestarts:
         """Call `tend`. Return True if started replacements may get weights and serve; with `offload: true`, only if no other engine
         lives."""
         self.tend()
-        ready = any(start.is_ready for start in self._starts.values())
+        ready = any(start.place is not None for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
@@ -183,7 +177,7 @@ class EngineRestarts:
 
     def settle(self) -> None:
         """Wait for replacements that start on shared devices, and offload them before other roles load."""
-        while self._engines.offloads and any(not start.is_ready for start in self._starts.values()):
+        while self._engines.offloads and any(start.place is None for start in self._starts.values()):
             pause(self._group, next(iter(self._starts)), "the start of its successor")
             self.tend()
         if self._engines.offloads:
@@ -231,7 +225,7 @@ class EngineRestarts:
             return
         name = f"actor_infer[{engine}]{WATCH.where('actor_infer', engine)}"
         why = f"{cause.splitlines()[0]} (after {self._restarts} restarts within an hour, actor_infer.restarts)"
-        if (joining := self._joining_of(engine)) is not None:
+        if (joining := self._joining) is not None and engine >= self._group.initial_ranks:
             # Ray ends its process: the node may be at fault, and other engines may need the devices.
             remove_placement_group(joining.slots[engine].reserved)
             self._waiting.add(engine)
@@ -242,9 +236,6 @@ class EngineRestarts:
             ray.kill(self.replicas.actors[engine])  # it may hang and hold its devices
             self._journal.console.message(f"{name} is not started again: {why}")
             self._rollouts.actors[0].engine_given_up.remote(engine, why)
-
-    def _joining_of(self, engine: int) -> JoiningEngines | None:
-        return self._joining if engine >= self._group.initial_ranks else None
 
     def _start(self, engine: int, actor: Any) -> None:
         turns = self._engines.turns
@@ -275,7 +266,7 @@ class EngineRestarts:
     def _restart_where_free(self, engine: int) -> None:
         """Restart an engine on its own devices. One that joined during the run (`most_replicas`) gives them up and waits for free devices
         on any node."""
-        if (joining := self._joining_of(engine)) is not None:
+        if (joining := self._joining) is not None and engine >= self._group.initial_ranks:
             remove_placement_group(joining.slots[engine].reserved)
             joining.slots[engine] = joining.new_slot()
         self._start(engine, self._group.restart(engine))

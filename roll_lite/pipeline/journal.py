@@ -148,7 +148,9 @@ class Journal:
             self.console.message(warning, style="yellow")
         spans = [*self.timers.last.spans, *self._rank_spans()]
         self._trackers.spans(number, spans)
-        self._write_spans(number, spans)
+        rows = [(one.name, round(one.start, 4), round(one.seconds, 4), one.role, one.rank) for one in spans if (one.rank or 0) < MOST_RANKS]
+        with (self.folder / SPANS_FILE).open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"spans": rows, "step": number}, separators=(",", ":")) + "\n")
         if number % SHOWN_EVERY == 0:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
@@ -163,11 +165,6 @@ class Journal:
                         around = (span.name for span in own if span.name.rpartition("/")[2] == phase and span.holds(start))
                         if step.holds(start):
                             yield Span(f"{role}[{rank}] {phase}", start, seconds, next(around, STEP), role, rank)
-
-    def _write_spans(self, step: int, spans: Sequence[Span]) -> None:
-        rows = [(one.name, round(one.start, 4), round(one.seconds, 4), one.role, one.rank) for one in spans if (one.rank or 0) < MOST_RANKS]
-        with (self.folder / SPANS_FILE).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"spans": rows, "step": step}, separators=(",", ":")) + "\n")
 
     def synced(self, transfer: Pushed | None) -> None:
         add = self._sums.add
@@ -388,10 +385,16 @@ class Journal:
         from the first; peaks are merged."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
-                counts = self._counts(role, update)
+                counts = MetricSums()
+                counts.add(f"{role}/updates", float(not update.result.skipped))
+                counts.add(f"{role}/skipped", float(update.result.skipped))
+                counts.add(f"{role}/lr", update.result.lr)
                 sums = self._update(role, update, [rank[number].peaks for rank in ranks])
                 sums.merge(counts)
-                self._write_update(step, role, number, update, sums)
+                finite = {name: value for name, value in sums.values().items() if math.isfinite(value)}  # JSON has no NaN or infinity
+                record = {"step": step, "role": role, "update": number + 1, "epoch": update.epoch + 1, **finite}
+                with (self.folder / UPDATES_FILE).open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(record) + "\n")
                 self._sums.merge(counts if update.result.skipped else sums)
         if updates.get("actor") and updates["actor"][0]:
             self._ratios([update for rank in updates["actor"] for update in rank if not update.result.skipped])
@@ -435,13 +438,6 @@ class Journal:
         for name, total in totals.items():
             self._sums.add(f"{family}/{name}", total, device_seconds, label=label)
 
-    def _counts(self, role: str, update: Update) -> MetricSums:
-        sums = MetricSums()
-        sums.add(f"{role}/updates", float(not update.result.skipped))
-        sums.add(f"{role}/skipped", float(update.result.skipped))
-        sums.add(f"{role}/lr", update.result.lr)
-        return sums
-
     def _update(self, role: str, update: Update, peaks: Sequence[Mapping[str, float]]) -> MetricSums:
         sums = MetricSums()
         sums.add_sums(update.result.metrics, self._domains)
@@ -456,12 +452,6 @@ class Journal:
         for of_rank in peaks:
             sums.add_sums(of_rank, self._domains)
         return sums
-
-    def _write_update(self, step: int, role: str, number: int, update: Update, sums: MetricSums) -> None:
-        finite = {name: value for name, value in sums.values().items() if math.isfinite(value)}  # JSON has no NaN or infinity
-        record = {"step": step, "role": role, "update": number + 1, "epoch": update.epoch + 1, **finite}
-        with (self.folder / UPDATES_FILE).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(record) + "\n")
 
     def _ratios(self, updates: Sequence[Update]) -> None:
         counts = [update.ratios for update in updates if update.ratios is not None]
@@ -510,32 +500,29 @@ class Journal:
 
     def close(self, exit_state: str) -> None:
         try:
-            self._close(exit_state)
+            accuracy, held_out = self._summarize(exit_state)
+            self._picture.close()
+            self._report.close()
+            try:
+                self._draw()
+                if (curves := self.folder / CURVES_FILE).exists():  # not before the first metrics
+                    self._trackers.picture(curves)
+                from roll_lite.observability.view.report import write_report  # DuckDB and pyarrow, which only this needs
+
+                write_report(self.folder)
+            except Exception as error:  # the run is complete without them
+                self.console.message(f"{CURVES_FILE} and report.html cannot be written: {type(error).__name__}: {error}")
+            if self._evaluation is None:
+                self.console.finish(accuracy, held_out, self.health.findings.values())
+            else:
+                self.console.evaluation(self._evaluation)
+            for (place, _), (times, first) in self._told.items():
+                if times > 1:
+                    self.console.message(f"{place}: {times} times as the first time: {first}")
+            steps = self._steps if self._evaluation is None else None
+            self.console.closing_line(steps, self._first, self.timers.wall()["total"], self.folder)
         finally:
             self._trackers.close(exit_state)
-
-    def _close(self, exit_state: str) -> None:
-        accuracy, held_out = self._summarize(exit_state)
-        self._picture.close()
-        self._report.close()
-        try:
-            self._draw()
-            if (curves := self.folder / CURVES_FILE).exists():  # not before the first metrics
-                self._trackers.picture(curves)
-            from roll_lite.observability.view.report import write_report  # DuckDB and pyarrow, which only this needs
-
-            write_report(self.folder)
-        except Exception as error:  # the run is complete without them
-            self.console.message(f"{CURVES_FILE} and report.html cannot be written: {type(error).__name__}: {error}")
-        if self._evaluation is None:
-            self.console.finish(accuracy, held_out, self.health.findings.values())
-        else:
-            self.console.evaluation(self._evaluation)
-        for (place, _), (times, first) in self._told.items():
-            if times > 1:
-                self.console.message(f"{place}: {times} times as the first time: {first}")
-        steps = self._steps if self._evaluation is None else None
-        self.console.closing_line(steps, self._first, self.timers.wall()["total"], self.folder)
 
     # ---------------------------------------------------------------- summary and picture
 

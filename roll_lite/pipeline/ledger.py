@@ -41,13 +41,18 @@ class Ledger:
     def start(self, step: int, version: int, again: bool = False) -> None:
         """Record a start or resumption after `step`. `again`: this process went back to `step`, so its lines of later steps are void."""
         self._first = self._first if again else step
-        config = self._config
+        config, source = self._config, self._config.checkpoint.source
         with self._path.open("ab+") as file:
             if file.tell() and (file.seek(-1, 2), file.read())[1] != b"\n":
                 file.write(b"\n")  # an earlier process was killed in the middle of a line
+        resumed_from: str | None = None
+        if step > self._first or (source is not None and continues_in_folder(config, self._path.parent)):
+            resumed_from = "."  # the run continues in its own folder
+        elif source is not None:
+            resumed_from = str(resumption(source).checkpoint.resolve().parent.parent)
         self.write(
             "start",
-            resumed_from="." if step > self._first else self._earlier(),
+            resumed_from=resumed_from,
             step=step,
             version=version,
             trains=trains(config),
@@ -60,13 +65,6 @@ class Ledger:
                 for name, one in config.domains.items()
             },
         )
-
-    def _earlier(self) -> str | None:
-        """Return the folder of the run that this one continues: "." for its own folder, None for a new run."""
-        source = self._config.checkpoint.source
-        if source is None:
-            return None
-        return "." if continues_in_folder(self._config, self._path.parent) else str(resumption(source).checkpoint.resolve().parent.parent)
 
     def step(self, step: int, version: int) -> None:
         self.write("step", step=step, version=version)
@@ -86,15 +84,12 @@ class Ledger:
         place = np.zeros(int(rows.tensor("sample").max()) + 1, dtype=np.int64)
         place[rows.tensor("sample").numpy()] = np.arange(len(rows))
         for number, mini_batch in enumerate(mini_batches):
-            done = {role: _outcome(ranks[0], number) for role, ranks in updates.items()}
+            done = {}
+            for role, ranks in updates.items():
+                is_done = number < len(ranks[0])
+                done[role] = "stopped" if not is_done else "skipped" if ranks[0][number].result.skipped else "trained"
             names = _names(rows, place[mini_batch.samples])
             self.write("update", step=step, update=number + 1, epoch=mini_batch.epoch + 1, roles=done, samples=names)
-
-
-def _outcome(updates: Sequence[Update], number: int) -> str:
-    if number >= len(updates):
-        return "stopped"
-    return "skipped" if updates[number].result.skipped else "trained"
 
 
 def _names(rows: DataProto, places: np.ndarray) -> dict[int, list[int]]:

@@ -120,20 +120,18 @@ def look_at(nodes: Sequence[str], run_folder: Path) -> dict[str, NodeFacts]:
         places = ray.get([scout.listens_at.remote() for scout in scouts], timeout=ANSWER_SECONDS)
         others = [[place for place in places if place is not own] for own in places]
         found = ray.get([scout.look.remote(run_folder, rest) for scout, rest in zip(scouts, others, strict=True)], timeout=ANSWER_SECONDS)
-        clocks = [_clock_of(scout) for scout in scouts]
+        clocks = []
+        for scout in scouts:
+            asked = time.time()
+            there = ray.get(scout.time.remote(), timeout=ANSWER_SECONDS)
+            answered = time.time()
+            clocks.append(min(0.0, there - asked) + max(0.0, there - answered))
     except RayError as error:
         raise RuntimeError(f"the nodes of the run cannot be looked at: {first_line(error)}") from error
     finally:
         for scout in scouts:
             ray.kill(scout)
     return {node: replace(own, clock_s=clock) for node, own, clock in zip(nodes, found, clocks, strict=True)}
-
-
-def _clock_of(scout: ray.actor.ActorHandle) -> float:
-    asked = time.time()
-    there = ray.get(scout.time.remote(), timeout=ANSWER_SECONDS)
-    answered = time.time()
-    return min(0.0, there - asked) + max(0.0, there - answered)
 
 
 def differences(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> Iterator[str]:

@@ -127,17 +127,16 @@ class Recovery:
                 self._checkpoints.set_aside_newest(error)
 
     def _require_restart(self, failure: RankFailed) -> None:
-        setting, allowed = self._allowed(failure.role)
+        if failure.role in SERVICES:
+            setting, allowed = "rollout.restarts", self._config.rollout.restarts
+        else:
+            setting = f"{failure.role}.restarts"
+            allowed = next((model.role.restarts for model in self._models.all if model.ranks.name == failure.role), 0)
         if not failure.retryable or allowed == 0:
             raise failure
         for budget, when in ((self._restarts, "within an hour"), (self._restarts_since_step, "without a new step")):
             if not budget.allows(failure.role, allowed):
                 raise failure.final(allowed, setting, when)
-
-    def _allowed(self, role: str) -> tuple[str, int]:
-        if role in SERVICES:
-            return "rollout.restarts", self._config.rollout.restarts
-        return f"{role}.restarts", next((model.role.restarts for model in self._models.all if model.ranks.name == role), 0)
 
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
         """Restart the lost roles and return to the state after the last step. If trained weights are lost or unknown (`goes_back`), all

@@ -87,7 +87,9 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     # `handled` and `recorded` are entered twice: the end is recorded before Ray shuts down, which may end this process, and Ray installs
     # its own signal handlers.
     with interruption.handled(), WATCHDOG.patrol(end.give_up), end.recorded():
-        announce(config, journal, notes)
+        for note in [*notes, *notes_on(config, resumption_notes)]:
+            journal.console.message(note)
+        journal.console.message(f"{config.experiment}: everything is written to {journal.folder}; starting Ray")
         journal.connect()
         with ray_session(config.ray, folder) as session, logs_come_home(folder, session), interruption.handled(), end.recorded():
             with journal.timers.phase("start"):
@@ -137,12 +139,6 @@ class PhaseLimits:
                 raise
         self._failed.pop(phase, None)
         self._longest[phase] = max(self._longest.get(phase, 0.0), time.monotonic() - limit.started)
-
-
-def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
-    for note in [*notes, *notes_on(config, resumption_notes)]:
-        journal.console.message(note)
-    journal.console.message(f"{config.experiment}: everything is written to {journal.folder}; starting Ray")
 
 
 class Interruption:
@@ -221,7 +217,17 @@ class RunEnd:
     def _fail(self, error: Exception) -> None:
         self._shortages.release()
         shortage = self._shortages.behind(error)
-        report_failure(error, self._journal.folder, "cleaning up failed" if self._closed else "the run failed", shortage)
+        more = self._journal.folder / FAILURE_FILE
+        note = f"more in {more}"
+        try:
+            with more.open("a", encoding="utf-8") as file:
+                file.write("".join(traceback.format_exception(error)))
+        except OSError as other:
+            note = f"{more} cannot be written: {other.strerror}"
+        what = "cleaning up failed" if self._closed else "the run failed"
+        with suppress(OSError):  # stderr may be closed
+            sys.stderr.write(f"\n{what}: {REMOTE_TRACEBACK.split(str(error))[0].rstrip()}{shortage}\n({note})\n")
+            sys.stderr.flush()
         self._close(f"failed: {first_line(error).removesuffix(' ends with:')}{shortage}", FAILED)
 
     def _close(self, exit_state: str, code: int) -> None:
@@ -240,17 +246,3 @@ class RunEnd:
         if code != COMPLETED:
             with suppress(ValueError, StoreUnreachable), reaching(self._journal.checkpoints):  # no checkpoint
                 console.message(f"go on from its last checkpoint with checkpoint.resume={resumption(self._journal.checkpoints).checkpoint}")
-
-
-def report_failure(error: Exception, folder: Path, what: str, shortage: str = "") -> None:
-    """Print a failure; its traceback goes to failure.txt only. `what`: what failed. `shortage`: likely causes."""
-    more = folder / FAILURE_FILE
-    note = f"more in {more}"
-    try:
-        with more.open("a", encoding="utf-8") as file:
-            file.write("".join(traceback.format_exception(error)))
-    except OSError as other:
-        note = f"{more} cannot be written: {other.strerror}"
-    with suppress(OSError):  # stderr may be closed
-        sys.stderr.write(f"\n{what}: {REMOTE_TRACEBACK.split(str(error))[0].rstrip()}{shortage}\n({note})\n")
-        sys.stderr.flush()

@@ -50,7 +50,12 @@ class RewardShaping:
         self._running = RunningMoments()
 
     def __call__(self, batch: Batch) -> Shaped:
-        rows = self._with_domains(batch.rows)
+        rows, number = batch.rows, {name: place for place, name in enumerate(self._domains)}
+        domains = torch.tensor([number[str(name)] for name in rows.objects("domain")], dtype=torch.int64)
+        reasons = rows.objects("finish_reason")
+        length, turns = (torch.from_numpy(reasons == limit) for limit in (FinishReason.LENGTH, FinishReason.MAX_TURNS))
+        cut = rows.tensor("cut") if "cut" in rows else length  # older dumps lack it
+        rows = rows.with_columns(domain_number=domains, max_tokens=self._max_tokens[domains], truncated=length | turns, cut=cut)
         samples, of = per_sample(rows), sample_rows_of(rows)
         longest = rows.tensor("response_length")
         longest = longest if of is None else of.reduced(longest, "amax")
@@ -66,27 +71,15 @@ class RewardShaping:
         if of is not None:  # every row of a sample has the sample's reward and weight
             columns = {name: column[of.sample] for name, column in columns.items()}
         rows = rows.with_columns(**columns)
-        return Shaped(batch.with_rows(**rows.columns).take(_rows_of_training_groups(rows)), rows, masked)
-
-    def _with_domains(self, rows: DataProto) -> DataProto:
-        number = {name: place for place, name in enumerate(self._domains)}
-        domains = torch.tensor([number[str(name)] for name in rows.objects("domain")], dtype=torch.int64)
-        reasons = rows.objects("finish_reason")
-        length, turns = (torch.from_numpy(reasons == limit) for limit in (FinishReason.LENGTH, FinishReason.MAX_TURNS))
-        cut = rows.tensor("cut") if "cut" in rows else length  # older dumps lack it
-        return rows.with_columns(domain_number=domains, max_tokens=self._max_tokens[domains], truncated=length | turns, cut=cut)
+        groups = rows.tensor("group").numpy()
+        training = np.isin(groups, np.unique(groups[rows.tensor("train_weight").numpy() > 0]))
+        return Shaped(batch.with_rows(**rows.columns).take(np.flatnonzero(training)), rows, masked)
 
     def state_dict(self) -> dict[str, Any]:
         return {"running": self._running.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._running.load_state_dict(state["running"])
-
-
-def _rows_of_training_groups(rows: DataProto) -> np.ndarray:
-    groups = rows.tensor("group").numpy()
-    trains = np.unique(groups[rows.tensor("train_weight").numpy() > 0])
-    return np.flatnonzero(np.isin(groups, trains))
 
 
 # ---------------------------------------------------------------- rewards and masks as configured

@@ -74,7 +74,7 @@ def remedies(config: RunConfig, model: Architecture, device: Device, phases: lis
     """Yield a text per role: the first change of one setting with which everything fits, and the peak memory saved."""
     before = max(one.total for one in phases)
     for name, role in roles(config).items():
-        for setting, value in _changes(config, role) if isinstance(role, ForwardRoleConfig) else _of_engines(role.strategy, before, device):
+        for setting, value in _changes(config, role, before, device):
             other = _changed(config, f"{name}.{setting}", value)
             if setting == "strategy.tensor_parallel" and value > 1:
                 other = _changed(other, f"{name}.strategy.sequence_parallel", True) if isinstance(role, ForwardRoleConfig) else other
@@ -88,20 +88,20 @@ def remedies(config: RunConfig, model: Architecture, device: Device, phases: lis
                 break
 
 
-def _changes(config: RunConfig, role: ForwardRoleConfig) -> Iterator[tuple[str, Any]]:
-    budget = role.in_training[0] if isinstance(role, TrainRoleConfig) else 0
-    while (budget := budget // 2) >= longest_sequence(config):
-        yield "train_micro_batch_tokens", budget
-    yield from (("strategy.recompute", one) for one in ("selective", "full") if role.strategy.recompute != one)
-    yield from (("strategy.tensor_parallel", role.strategy.tensor_parallel * factor) for factor in (2, 4, 8))
-
-
-def _of_engines(strategy: Any, total: int, device: Device) -> Iterator[tuple[str, Any]]:
-    if isinstance(strategy, EngineStrategyConfig):
+def _changes(config: RunConfig, role: Any, total: int, device: Device) -> Iterator[tuple[str, Any]]:
+    strategy = role.strategy
+    if isinstance(role, ForwardRoleConfig):
+        budget = role.in_training[0] if isinstance(role, TrainRoleConfig) else 0
+        while (budget := budget // 2) >= longest_sequence(config):
+            yield "train_micro_batch_tokens", budget
+        yield from (("strategy.recompute", one) for one in ("selective", "full") if strategy.recompute != one)
+    elif isinstance(strategy, EngineStrategyConfig):
         given = strategy.gpu_memory_utilization
         lower = int(100 * (given - (total / GIB / device.memory_gib - 1))) / 100
         yield from [("strategy.gpu_memory_utilization", lower)] if 0 < lower < given else []
-        yield from (("strategy.tensor_parallel", strategy.tensor_parallel * factor) for factor in (2, 4, 8))
+    else:
+        return
+    yield from (("strategy.tensor_parallel", strategy.tensor_parallel * factor) for factor in (2, 4, 8))
 
 
 def _changed(section: Any, path: str, value: Any) -> Any:
@@ -208,7 +208,11 @@ def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
     advice = list(remedies(config, model, device, plan.phases)) if plan.problems else []
     if parsed.json:
         supplies = {one.scenario.policy: {"step_s": one.step_s, "staleness": one.staleness} for one in runs}
-        sys.stdout.write(json.dumps({**_numbers(plan), "model": model.name, "supplies": supplies, "advice": advice}) + "\n")
+        times = {name: {"seconds": one.seconds, **asdict(one)} for name, one in plan.time.phases.items()}
+        memory, phases = {name: asdict(one) for name, one in plan.memory.items()}, [asdict(one) for one in plan.phases]
+        numbers = {"problems": plan.problems, "memory_bytes": memory, "phases": phases, "times": times, "cached_tokens": plan.cached_tokens}
+        numbers |= {"engine_share": plan.time.engine_share, "estimate_s": plan.time.estimate_s}
+        sys.stdout.write(json.dumps({**numbers, "model": model.name, "supplies": supplies, "advice": advice}) + "\n")
         return bool(plan.problems)
     share = f"engines and trainer take equally long with {plan.time.engine_share:.0%} of the devices for engines"
     verdict = "fits" if not plan.problems else "\n".join(f"will not fit: {one}" for one in plan.problems)
@@ -218,18 +222,9 @@ def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
     title = f"{model.name}, {size} parameters, on {parsed.device} ({device.memory_gib} GiB)"
     left_out = [f"not counted, its model being unknown: {name}" for name in roles(config) if name not in plan.memory]
     cache = f"KV cache of an engine: {plan.cached_tokens:,} tokens"
-    tables = [
-        title,
-        draw(config),
-        render(derive(config)),
-        _of_roles(plan),
-        _of_phases(plan),
-        cache,
-        _of_times(plan),
-        table_of_runs(runs),
-        share,
-    ]
-    sys.stdout.write("\n\n".join([*tables, "\n".join([*left_out, verdict, *remedy])]) + "\n")
+    of_roles, of_phases, of_times = _tables(plan)
+    shown = [title, draw(config), render(derive(config)), of_roles, of_phases, cache, of_times, table_of_runs(runs), share]
+    sys.stdout.write("\n\n".join([*shown, "\n".join([*left_out, verdict, *remedy])]) + "\n")
     return bool(plan.problems)
 
 
@@ -237,14 +232,11 @@ def _gib(count: float) -> str:
     return f"{count / GIB:.2f}"
 
 
-def _of_roles(plan: Plan) -> str:
+def _tables(plan: Plan) -> tuple[str, str, str]:
+    """Return tables of memory by role, memory by phase, and time by phase."""
     parts = ("weights", "gradients", "optimizer", "training", "forward", "kv_cache", "send_buffers")
-    rows = [[name, *(_gib(getattr(one, part)) for part in parts)] for name, one in plan.memory.items()]
-    return table(["GiB on a device", *(part.replace("_", " ") for part in parts)], rows)
-
-
-def _of_phases(plan: Plan) -> str:
-    rows = [
+    by_role = [[name, *(_gib(getattr(one, part)) for part in parts)] for name, one in plan.memory.items()]
+    memory = [
         [
             one.phase.replace("_", " "),
             ranges(one.devices),
@@ -253,22 +245,15 @@ def _of_phases(plan: Plan) -> str:
         ]
         for one in plan.phases
     ]
-    return table(["phase", "devices", "GiB", "of which"], rows)
-
-
-def _of_times(plan: Plan) -> str:
-    rows = [
+    times = [
         [name.replace("_", " "), f"{one.seconds:.2f}", one.bottleneck, f"{one.flops:.2e}", _gib(one.moved_bytes)]
         for name, one in plan.time.phases.items()
     ]
-    return table(["phase", "seconds", "bottleneck", "FLOPs", "GiB sent by a device"], rows)
-
-
-def _numbers(plan: Plan) -> dict[str, Any]:
-    times = {name: {"seconds": one.seconds, **asdict(one)} for name, one in plan.time.phases.items()}
-    memory, phases = {name: asdict(one) for name, one in plan.memory.items()}, [asdict(one) for one in plan.phases]
-    share = {"cached_tokens": plan.cached_tokens, "engine_share": plan.time.engine_share, "estimate_s": plan.time.estimate_s}
-    return {"problems": plan.problems, "memory_bytes": memory, "phases": phases, "times": times, **share}
+    return (
+        table(["GiB on a device", *(part.replace("_", " ") for part in parts)], by_role),
+        table(["phase", "devices", "GiB", "of which"], memory),
+        table(["phase", "seconds", "bottleneck", "FLOPs", "GiB sent by a device"], times),
+    )
 
 
 def _print(plans: list[Plan], model: Architecture, parsed: Any) -> int:

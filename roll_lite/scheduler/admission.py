@@ -45,14 +45,15 @@ class Admission:
         if self.batches_requested == self.handed_out and self._pacing.supply.max_staleness == 0:
             return  # a prompt started now would be too old for the next batch
         for scheduler in self._schedulers.values():
-            while scheduler.owed and self._has_room():
-                if scheduler.admit_replacement(self.batches_requested):
+            while scheduler.owed and self._router.has_room(self.announced, self._announced_tokens):
+                if scheduler.admit(self.batches_requested, replaces=True):
                     self._announce(scheduler.name)
         most, due = self._most_places(), self._requested_places()
         room = self._room_in_rewards() if self.plan.charged < most else {}
         self._note_behind({name for name, samples in room.items() if samples <= 0})
-        enough = {name for name in room if self._has_enough(name)}
-        while room and self._has_room() and not self.drop_exhausted():
+        # Domains whose finished groups fill three batches: further groups would become stale.
+        enough = {name for name in room if self._schedulers[name].finished >= 3 * self._of_a_batch(self._domains[name])}
+        while room and self._router.has_room(self.announced, self._announced_tokens) and not self.drop_exhausted():
             found = self.plan.admit({name: due if samples <= 0 or name in enough else most for name, samples in room.items()})
             if found is None:
                 return
@@ -75,9 +76,6 @@ class Admission:
         self.announced -= requests
         self._announced_tokens -= tokens
 
-    def _has_room(self) -> bool:
-        return self._router.has_room(self.announced, self._announced_tokens)
-
     def drop_exhausted(self) -> bool:
         """Remove domains without further prompts from the batch plan. Return True if no domain remains."""
         for name, scheduler in self._schedulers.items():
@@ -93,10 +91,6 @@ class Admission:
         batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
-
-    def _has_enough(self, domain: str) -> bool:
-        """Return True if the domain's finished groups fill three batches: further groups would become stale."""
-        return self._schedulers[domain].finished >= 3 * self._of_a_batch(self._domains[domain])
 
     def _most_places(self) -> int:
         batches = self._pacing.supply.batches(self.batches_requested, self.handed_out)

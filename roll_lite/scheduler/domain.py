@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, SampleOutcome, Sampling
-from roll_lite.scheduler.filters import GroupFilter, LeftOut
+from roll_lite.scheduler.filters import GroupFilter
 from roll_lite.scheduler.ledger import DELIVERED, DROPPED, FAILED, FILTERED, STALE, group_line
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.runner import Episode, RewardClient, SampleRunner, one_response
@@ -150,10 +150,6 @@ class DomainScheduler:
     def exhausted(self) -> bool:
         return self._domain.epochs is not None and not self._put_back and self._domain.order.next_epoch >= self._domain.epochs
 
-    @property
-    def at_end(self) -> bool:
-        return self.exhausted and not self._running and not self._finished
-
     def start_batch(self, count: int) -> None:
         self._failure_limit = max(LEAST_LOSSES, 3 * count)
         self._ends = deque(self._ends, maxlen=LONG_WINDOW_FACTOR * self._failure_limit)
@@ -163,16 +159,12 @@ class DomainScheduler:
 
     # ------------------------------------------------------------ admission
 
-    def admit(self, batches_requested: int) -> bool:
-        """Start the next prompt. Return False if no prompt is left."""
-        self._tries_left += self._further_tries
-        return self._start(batches_requested)
-
-    def admit_replacement(self, batches_requested: int) -> bool:
-        self.owed -= 1
-        return self._start(batches_requested)
-
-    def _start(self, batches_requested: int) -> bool:
+    def admit(self, batches_requested: int, replaces: bool = False) -> bool:
+        """Start the next prompt. Return False if no prompt is left. `replaces`: as an owed replacement."""
+        if replaces:
+            self.owed -= 1
+        else:
+            self._tries_left += self._further_tries
         if self.exhausted:
             return False
         prompt = self._put_back.popleft() if self._put_back else _PromptToStart(self._domain.order.next())
@@ -184,37 +176,32 @@ class DomainScheduler:
         self._recorder.domains[self.name].admitted += 1
         if prompt.group is not None:
             self._taken_up[prompt.group] = live.number
-        live.tasks = self._start_samples(live)
-        live.samples = asyncio.gather(*live.tasks)
-        live.samples.add_done_callback(partial(self._samples_done, live))
-        return True
-
-    def _start_samples(self, live: _Live) -> list[asyncio.Task[Sample]]:
         epoch, index = live.row
-        prompt = self._domain.prompts[index]
+        row = self._domain.prompts[index]
         samplings = [self._domain.sampling] * self._domain.samples_per_prompt
         if self._domain.greedy_baseline:
             samplings.append(greedy(self._domain.sampling))
-        return [
-            self._runner.start(SampleId(self.name, prompt.uid, epoch, live.number, place), prompt, sampling, live.prompt.saved.get(place))
+        live.tasks = [
+            self._runner.start(SampleId(self.name, row.uid, epoch, live.number, place), row, sampling, prompt.saved.get(place))
             for place, sampling in enumerate(samplings)
         ]
+        live.samples = asyncio.gather(*live.tasks)
+        live.samples.add_done_callback(partial(self._samples_done, live))
+        return True
 
     def _samples_done(self, live: _Live, samples: asyncio.Future[list[Sample]]) -> None:
         if is_cancelled(samples) or live.number not in self._running:
             return
         try:
-            self._judge(live, self._group_of(live.number, samples.result()))
+            sampled, end = samples.result(), self._domain.samples_per_prompt
+            baseline = sampled[end] if self._domain.greedy_baseline else None
+            self._judge(live, SampleGroup(live.number, self.name, tuple(sampled[:end]), baseline))
         except Exception as error:  # a failure of the run, not of a sample: no engine is left, or a filter raised
             for task in live.tasks:
                 task.cancel()
             self._broken(error)
             return
         self._changed()
-
-    def _group_of(self, number: int, samples: list[Sample]) -> SampleGroup:
-        end = self._domain.samples_per_prompt
-        return SampleGroup(number, self.name, tuple(samples[:end]), samples[end] if self._domain.greedy_baseline else None)
 
     # ------------------------------------------------------------ the ends of a group
 
@@ -227,40 +214,33 @@ class DomainScheduler:
         if lost is not None:
             self._enter(live, FAILED, lost, group)
             self._on_left_out(ended(group, SampleOutcome.FAILED, lost))
-            self._lose(lost)
+            self.owed += 1
+            self._ends.append(lost)
+            for last, most in ((self._failure_limit, 1.0), (LONG_WINDOW_FACTOR * self._failure_limit, MAX_LOST_FRACTION)):
+                causes = Counter(end for end in list(self._ends)[-last:] if end is not None)
+                if len(self._ends) >= last and causes.total() >= most * last:
+                    why = f"of the last {last} prompts {causes.total()} yielded no group that can train, {commonest(causes)}"
+                    raise DomainFailed(f"domain {self.name}: {why}")
         elif chosen is not None and filtered is not None:
             self._enter(live, FILTERED, filtered.text, group)
             self._on_left_out(ended(group, SampleOutcome.FILTERED, filtered.text))
-            self._filter_out(chosen, filtered)
+            self._ends.append(None)
+            self._recorder.domains[self.name].filtered[filtered.word] += 1
+            if self._tries_left > 0:
+                self._tries_left -= 1
+                self.owed += 1
+            elif not chosen.fill:
+                self._given_up += 1
+            else:
+                raise DomainFailed(
+                    f"domain {self.name}: {chosen.tries} prompts for each place of the batch were tried, and too many groups filtered "
+                    f"(the last one: {filtered.text}); rollout.filter.tries allows more, "
+                    "rollout.filter.when_short: continue trains on what there is"
+                )
         else:
             self._ends.append(None)
             live.group = group
             self._finished[live.number] = live
-
-    def _lose(self, cause: str) -> None:
-        self.owed += 1
-        self._ends.append(cause)
-        for last, most in ((self._failure_limit, 1.0), (LONG_WINDOW_FACTOR * self._failure_limit, MAX_LOST_FRACTION)):
-            causes = Counter(end for end in list(self._ends)[-last:] if end is not None)
-            if len(self._ends) >= last and causes.total() >= most * last:
-                raise DomainFailed(
-                    f"domain {self.name}: of the last {last} prompts {causes.total()} yielded no group that can train, {commonest(causes)}"
-                )
-
-    def _filter_out(self, chosen: GroupFilter, cause: LeftOut) -> None:
-        self._ends.append(None)
-        self._recorder.domains[self.name].filtered[cause.word] += 1
-        if self._tries_left > 0:
-            self._tries_left -= 1
-            self.owed += 1
-        elif not chosen.fill:
-            self._given_up += 1
-        else:
-            raise DomainFailed(
-                f"domain {self.name}: {chosen.tries} prompts for each place of the batch were tried, and too many groups filtered "
-                f"(the last one: {cause.text}); rollout.filter.tries allows more, "
-                "rollout.filter.when_short: continue trains on what there is"
-            )
 
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
         """Return `count` groups for the current batch in order of admission; None if they are not ready.
@@ -371,19 +351,15 @@ class DomainScheduler:
             waiting = [one.saved for one in self._put_back if one.group == number]
             return {index: Unfinished(sample) for saved in waiting for index, sample in saved.items()}
         if live.group is not None:
-            return complete(live.group)
-        found = {index: self._reached_by(live, index) for index in range(len(live.tasks))}
+            samples = (*live.group.samples, live.group.baseline)
+            return {one.id.index: Unfinished(SavedSample.of(one)) for one in samples if one is not None}
+        found: dict[int, Unfinished | None] = {}
+        for index, task in enumerate(live.tasks):
+            if not task.done():
+                found[index] = self._runner.reached(live.number, index)
+            elif not task.cancelled() and task.exception() is None:
+                found[index] = Unfinished(SavedSample.of(task.result()))
         return {index: one for index, one in found.items() if one is not None}
-
-    def _reached_by(self, live: _Live, index: int) -> Unfinished | None:
-        task = live.tasks[index]
-        if not task.done():
-            return self._runner.reached(live.number, index)
-        return None if task.cancelled() or task.exception() is not None else Unfinished(SavedSample.of(task.result()))
-
-
-def complete(group: SampleGroup) -> dict[int, Unfinished]:
-    return {one.id.index: Unfinished(SavedSample.of(one)) for one in (*group.samples, group.baseline) if one is not None}
 
 
 def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:

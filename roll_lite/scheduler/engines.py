@@ -62,11 +62,11 @@ class Collected:
     """New tokens of unfinished responses: rows that start with a dummy token (PART_PREFIX) instead of the prompt."""
 
     def with_blocks(self, blocks: Sequence[Any]) -> Collected:
-        return replace(self, turns=_with_blocks(self.turns, blocks), parts=_with_blocks(self.parts, blocks))
-
-
-def _with_blocks(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
-    return [turn if turn.tokens is None else turn._replace(tokens=turn.tokens._replace(block=blocks[turn.tokens.block])) for turn in turns]
+        turns, parts = (
+            [one if one.tokens is None else one._replace(tokens=one.tokens._replace(block=blocks[one.tokens.block])) for one in found]
+            for found in (self.turns, self.parts)
+        )
+        return replace(self, turns=turns, parts=parts)
 
 
 class BatchedEngine(ABC):
@@ -176,21 +176,18 @@ class BatchedEngine(ABC):
     async def _lose(self, asked: Asked, cause: str) -> None:
         lost: Exception
         try:
-            lost = EngineLost(self.name, cause, await self._partial(asked))
+            parts, turn = asked.parts, None  # kept: the request's list is replaced if it ends meanwhile
+            rows = [part.tokens for part in parts if part.tokens is not None]
+            if rows:
+                tokens = await self._joined(asked.request, rows)
+                turn = reduce(joined, parts)._replace(finish_reason=FinishReason.ABORT, tokens=tokens)
+            lost = EngineLost(self.name, cause, turn)
         except ConnectionError as error:  # the request starts again
             lost = EngineLost(self.name, f"{cause}; the tokens handed out so far are lost too: {error}")
         except Exception as error:  # a bug: raised at the caller
             lost = error
         if not asked.answer.done():
             asked.answer.set_exception(lost)
-
-    async def _partial(self, asked: Asked) -> Turn | None:
-        parts = asked.parts  # kept: the request's list is replaced if it ends meanwhile
-        rows = [part.tokens for part in parts if part.tokens is not None]
-        if not rows:
-            return None
-        tokens = await self._joined(asked.request, rows)
-        return reduce(joined, parts)._replace(finish_reason=FinishReason.ABORT, tokens=tokens)
 
 
 def leaving(nodes: Mapping[int, Set[str]], draining: Set[str]) -> Sequence[int]:

@@ -212,7 +212,12 @@ class Flight(Asked):
         if self.answer.done() or self.timed_out:
             return
         if not self.begun:
-            self._begin()
+            self.begun, self._since = True, self._clock.time()
+            self.engine.last_sign = self._since
+            self.engine.generating += 1
+            if self._generating_s:  # otherwise the timer fires early enough
+                self._timer.cancel()
+                self._check_timeout()
         left = self.left(tokens)
         self._report(self.cost - left, tokens + left - self._length)
 
@@ -221,14 +226,6 @@ class Flight(Asked):
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown
-
-    def _begin(self) -> None:
-        self.begun, self._since = True, self._clock.time()
-        self.engine.last_sign = self._since
-        self.engine.generating += 1
-        if self._generating_s:  # otherwise the timer fires early enough
-            self._timer.cancel()
-            self._check_timeout()
 
     def _check_timeout(self) -> None:
         """Abort the request if its timeout is up; else check again later.

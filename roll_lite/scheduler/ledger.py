@@ -45,7 +45,8 @@ def group_line(
         if sample is None:
             continue
         parts = [part for row in sample.transcript.rows for part in row.segments if part.versions]
-        turns.append([[_engine(part.engines), part.versions[0][1], part.versions[-1][1]] for part in parts])
+        engines = [part.engines[0] if len(part.engines) == 1 else list(part.engines) or None for part in parts]
+        turns.append([[engine, part.versions[0][1], part.versions[-1][1]] for engine, part in zip(engines, parts, strict=True)])
         scores.append(None if sample.score is None else sample.score.value)
         if sample.outcome is SampleOutcome.FAILED:
             line.setdefault("failed", {})[sample.id.index] = _short(sample.failure or "unknown")
@@ -54,10 +55,6 @@ def group_line(
     if group.baseline is not None:
         line["baseline"] = len(group.samples)
     return line
-
-
-def _engine(engines: tuple[int, ...]) -> int | list[int] | None:
-    return engines[0] if len(engines) == 1 else list(engines) or None
 
 
 def _short(cause: str) -> str:

@@ -65,7 +65,11 @@ class Router:
 
     async def generate(self, domain: str, request: GenerationRequest, so_far: Turn | None = None) -> Turn:
         """Generate a response, or continue `so_far`. Raise RequestFailed (a retry may succeed) or NoEngineLeft."""
-        flight = self._flights[request.request_id] = self._flight(domain, request, so_far)
+        expected = self._expected.get(domain)
+        if expected is None or expected.most < request.sampling.max_tokens:  # a validation may use a smaller maximum
+            expected = self._expected[domain] = ExpectedLength(request.sampling.max_tokens)
+        flight = Flight(domain, request, expected, self._timeout_s, self._choice, self.clock, so_far)
+        self._flights[request.request_id] = flight
         try:
             turn = await (self._generate(flight) if self.gate is None else self._generate_in_wave(flight, self.gate))
         finally:
@@ -77,12 +81,6 @@ class Router:
 
     def flight(self, request_id: str) -> Flight | None:
         return self._flights.get(request_id)
-
-    def _flight(self, domain: str, request: GenerationRequest, so_far: Turn | None) -> Flight:
-        expected = self._expected.get(domain)
-        if expected is None or expected.most < request.sampling.max_tokens:  # a validation may use a smaller maximum
-            expected = self._expected[domain] = ExpectedLength(request.sampling.max_tokens)
-        return Flight(domain, request, expected, self._timeout_s, self._choice, self.clock, so_far)
 
     async def _generate(self, flight: Flight) -> Turn:
         while True:
@@ -100,7 +98,15 @@ class Router:
                 raise RequestFailed(turn.error)
             if turn.finish_reason is not FinishReason.ABORT:
                 return joined(flight.so_far, turn)
-            self._go_on_from(flight, turn)
+            # Continue the aborted request. Aborts without new tokens count, except during a hold.
+            if turn.length and turn.tokens is not None:
+                flight.interrupted(turn)
+                flight.aborts_without_progress = 0
+            elif not self._held:
+                flight.aborts_without_progress += 1
+                if flight.aborts_without_progress >= MAX_ABORTS_WITHOUT_PROGRESS or turn.length:
+                    partial = joined(flight.so_far, turn) if turn.length else flight.so_far
+                    raise RequestFailed("aborted by the engine", partial)
 
     async def _generate_in_wave(self, flight: Flight, gate: WaveGate) -> Turn:
         """Generate a response in a wave of requests that start together (deterministic runs). Interrupted requests start over, since
@@ -130,18 +136,6 @@ class Router:
                 if turn.error is not None:
                     raise RequestFailed(turn.error)
                 return turn
-
-    def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Continue an aborted request. RequestFailed after too many aborts in a row without new tokens; aborts during a hold do not
-        count."""
-        if turn.length and turn.tokens is not None:
-            flight.interrupted(turn)
-            flight.aborts_without_progress = 0
-        elif not self._held:
-            flight.aborts_without_progress += 1
-            if flight.aborts_without_progress >= MAX_ABORTS_WITHOUT_PROGRESS or turn.length:
-                partial = joined(flight.so_far, turn) if turn.length else flight.so_far
-                raise RequestFailed("aborted by the engine", partial)
 
     # ------------------------------------------------------------ load
 

@@ -109,7 +109,11 @@ class Conversation:
         place = self._kept[after].number if after in self._kept else None
         saved = self._saved_turn(after, place, given, limits) if is_placed else None
         row = self._row(after, saved is not None and saved.branches)
-        most = self._room(row, len(token_ids)) if most is None else most
+        if most is None:
+            most = self.sampling.max_tokens - (row.length - row.segments[0].length + len(token_ids) if row.segments else 0)
+            if most < 1:
+                what = f"no room for a response within {self.sampling.max_tokens} tokens; end the episode"
+                raise ValueError(f"request {self.request_id}: {what}")
         request = self._request(tuple(token_ids), row, number, after, most, stop)
         author = Author.PROMPT if after is None else Author.ENVIRONMENT
         asked = saved or SavedTurn(self._first_new + number, place, len(token_ids), Turn(""), request.masks_context, given, limits)
@@ -159,12 +163,6 @@ class Conversation:
         row = _Row(None if after is None else self._turns[after][1])
         self._rows.append(row)
         return row
-
-    def _room(self, row: _Row, new: int) -> int:
-        room = self.sampling.max_tokens - (row.length - row.segments[0].length + new if row.segments else 0)
-        if room < 1:
-            raise ValueError(f"request {self.request_id}: no room for a response within {self.sampling.max_tokens} tokens; end the episode")
-        return room
 
     def end(self, record: EpisodeRecord, finish_reason: FinishReason | None = None) -> None:
         """Store the environment's record. `finish_reason`: the limit that ended the episode, if any."""
@@ -297,7 +295,11 @@ class SampleRunner:
         flight = self._router.flight(conversation.request_id)  # a later turn has another id
         if flight is None or (response := flight.response) is None:
             return None
-        return Unfinished.generating(attempt, flight.first, response, Pieces.of(flight))
+        # The response's `tokens` end where the request of its pieces starts.
+        prompt, own = Segment(Author.PROMPT, len(flight.first.prompt_ids)), Pieces.of(flight)
+        segments = prompt, Segment(Author.POLICY, response.length, response.versions, response.engines)
+        transcript = Transcript(segments, response.tokens, response.text, FinishReason.ABORT)
+        return Unfinished(SavedSample(attempt, transcript), {0: own} if own.parts else {})
 
     async def _run(self, first: SampleId, prompt: Prompt, sampling: Sampling, saved: SavedSample | None) -> Sample:
         cause, timed_out = "", False
@@ -344,12 +346,29 @@ class SampleRunner:
         return Conversation(self._generate, sample_id.request_id(), seeded, self._episode is not one_response, turns)
 
     async def _scored(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, asked: float) -> Sample:
-        generated = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        generated, cause = clock(), ""
         self._reached[sample_id.group, sample_id.index] = lambda: Unfinished(SavedSample(sample_id.attempt, transcript))
         self.scoring += 1
         self._generated()
         try:
-            return await self._score(sample_id, prompt, transcript, asked, generated)
+            item = RewardInput.of(prompt, transcript.last_text, str(transcript.finish_reason), transcript.episode)
+            for attempt in range(self._reward_retries + 1):
+                if attempt:
+                    self._recorder.domains[self._domain].retries[cause] += 1
+                wanted = clock()
+                try:
+                    score: Score = await self._rewards.score(item)
+                except RewardFailed as failure:
+                    cause = failure.cause
+                    continue
+                self._recorder.last_score = scored = clock()
+                stats = self._recorder.domains[self._domain]
+                stats.reward_s += scored - wanted
+                stats.scored += 1
+                accepted = SampleOutcome.ACCEPTED
+                return Sample(sample_id, prompt, transcript, accepted, score, asked=asked, generated=generated, scored=scored)
+            return Sample(sample_id, prompt, transcript, SampleOutcome.FAILED, failure=cause, asked=asked, generated=generated)
         finally:
             self.scoring -= 1
 
@@ -367,24 +386,3 @@ class SampleRunner:
         stats.response_tokens += turn.length - (0 if so_far is None else so_far.length)
         stats.finish_reasons[str(turn.finish_reason)] += 1
         return turn
-
-    async def _score(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, asked: float, generated: float) -> Sample:
-        item = RewardInput.of(prompt, transcript.last_text, str(transcript.finish_reason), transcript.episode)
-        clock = asyncio.get_running_loop().time
-        cause = ""
-        for attempt in range(self._reward_retries + 1):
-            if attempt:
-                self._recorder.domains[self._domain].retries[cause] += 1
-            wanted = clock()
-            try:
-                score: Score = await self._rewards.score(item)
-            except RewardFailed as failure:
-                cause = failure.cause
-                continue
-            self._recorder.last_score = scored = clock()
-            stats = self._recorder.domains[self._domain]
-            stats.reward_s += scored - wanted
-            stats.scored += 1
-            accepted = SampleOutcome.ACCEPTED
-            return Sample(sample_id, prompt, transcript, accepted, score, asked=asked, generated=generated, scored=scored)
-        return Sample(sample_id, prompt, transcript, SampleOutcome.FAILED, failure=cause, asked=asked, generated=generated)

@@ -65,7 +65,10 @@ class RolloutService:
         self._next_held_out = 0
         self._draining = False
         """True while a weight update waits for running responses: held-out prompts do not start."""
-        self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
+        calls = self._number_group, self._group_ended, self._break_off, self._group_left_out
+        self._schedulers = {
+            name: DomainScheduler(domain, self._runners[name], self._recorder, *calls) for name, domain in self._domains.items()
+        }
         self._admission = Admission(self._domains, self._schedulers, router, self._recorder, pacing, batches)
         self._progress: Callable[[], dict[str, Progress]] = dict
         self._making: dict[str, int] = {}
@@ -78,10 +81,6 @@ class RolloutService:
     def _runner(self, domain: Domain, recorder: Recorder, **how: Any) -> SampleRunner:
         retries = self._retries, domain.reward_retries
         return SampleRunner(domain.name, self._router, domain.rewards, *retries, self._seeds, recorder, domain.episode, **how)
-
-    def _scheduler(self, domain: Domain) -> DomainScheduler:
-        runner = self._runners[domain.name]
-        return DomainScheduler(domain, runner, self._recorder, self._number_group, self._group_ended, self._break_off, self._group_left_out)
 
     def _number_group(self) -> int:
         self._next_group += 1
@@ -130,7 +129,8 @@ class RolloutService:
         assert admission.plan.size in (0, prompts), f"a batch of {prompts} prompts after batches of {admission.plan.size}"
         admission.batches_requested += 1
         admission.plan.size = prompts
-        if admission.drop_exhausted() and not (admission.plan.ahead and any(not one.at_end for one in self._schedulers.values())):
+        at_end = all(one.exhausted and not one.running and not one.finished for one in self._schedulers.values())
+        if admission.drop_exhausted() and (at_end or not admission.plan.ahead):
             raise DataExhausted(
                 f"every domain has been through its epochs (domains.*.data.epochs) after {admission.handed_out} batches: use as many "
                 "steps, or more epochs"
@@ -149,19 +149,22 @@ class RolloutService:
         self._progress = lambda: done
         admission.finish_batch()
         stats = self._recorder.finish(self._time(), self._version)
-        await self._go_on()
-        self._tell_mix(stats, quota)
+        for scheduler in self._schedulers.values():
+            scheduler.drop_stale(admission.batches_requested + 1, self._supply.max_staleness)
+        if self._pacing.engines_rest:
+            await self._router.hold(interrupt=True)
+        self._admit()
+        self._totals.add(stats)
+        for name, scheduler in self._schedulers.items():
+            domain = stats.domains[name]
+            domain.requested, domain.requested_share = quota[name], admission.plan.shares.get(name, 0.0)
+            domain.epoch = scheduler.epoch
         left_out, self._left_out = self._left_out, []
-        return RolloutResult(groups, stats, left_out, self._take_ledger(stats, quota))
-
-    def _take_ledger(self, stats: RolloutStats, quota: dict[str, int]) -> list[dict[str, Any]]:
         lines = [*self._ledger, *(line for scheduler in self._schedulers.values() for line in scheduler.take_ledger())]
         self._ledger, self._before["ledger"] = [], [line for line in lines if line["end"] != DELIVERED]
-        shares = self._admission.plan.shares
-        return [*lines, {"event": "batch", "version": stats.version, "wanted": quota, "shares": shares, **self._watermark()}]
-
-    def _watermark(self) -> dict[str, Any]:
-        return {"admitted": self._next_group, "open": sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)}
+        batch = {"event": "batch", "version": stats.version, "wanted": quota, "shares": admission.plan.shares}
+        open_groups = sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)
+        return RolloutResult(groups, stats, left_out, [*lines, {**batch, "admitted": self._next_group, "open": open_groups}])
 
     def last_ledger(self) -> list[dict[str, Any]]:
         """Return the ledger's remaining lines, a `dropped` line for each undelivered group, and an `end` line."""
@@ -169,13 +172,6 @@ class RolloutService:
 
     def _ledger_if_dropped(self, cause: str, undo: bool = False) -> list[dict[str, Any]]:
         return [line for scheduler in self._schedulers.values() for line in scheduler.ledger_if_dropped(cause, undo)]
-
-    def _tell_mix(self, stats: RolloutStats, quota: dict[str, int]) -> None:
-        self._totals.add(stats)
-        for name, scheduler in self._schedulers.items():
-            domain = stats.domains[name]
-            domain.requested, domain.requested_share = quota[name], self._admission.plan.shares.get(name, 0.0)
-            domain.epoch = scheduler.epoch
 
     async def _take(self, quota: dict[str, int]) -> list[SampleGroup]:
         self._making, self._taken = quota, {}
@@ -196,13 +192,6 @@ class RolloutService:
     def finished(self) -> list[SampleGroup]:
         certain = {name: self._schedulers[name].certain(count) for name, count in self._making.items() if name not in self._taken}
         return [group for groups in (self._taken | certain).values() for group in groups]
-
-    async def _go_on(self) -> None:
-        for scheduler in self._schedulers.values():
-            scheduler.drop_stale(self._admission.batches_requested + 1, self._supply.max_staleness)
-        if self._pacing.engines_rest:
-            await self._router.hold(interrupt=True)
-        self._admit()
 
     # ------------------------------------------------------------ weights
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from roll_lite.data.samples import (
-    Author,
     FinishReason,
     GenerationRequest,
     Prompt,
@@ -13,7 +12,6 @@ from roll_lite.data.samples import (
     SampleId,
     SampleOutcome,
     Score,
-    Segment,
     TokenRow,
     Transcript,
     Turn,
@@ -97,13 +95,3 @@ class Unfinished(NamedTuple):
     sample: SavedSample
     under_way: Mapping[int, Pieces] = {}
     """{index of a row of the sample, or of a turn of an unfinished episode: tokens of its response under way}."""
-
-    @staticmethod
-    def generating(attempt: int, first: GenerationRequest, so_far: Turn, pieces: Pieces) -> Unfinished:
-        """Return the checkpoint state of a sample in its first response.
-
-        `first`: original request. `so_far`: whole response, but its `tokens` end where the request of `pieces` starts.
-        """
-        segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engines)
-        transcript = Transcript(segments, so_far.tokens, so_far.text, FinishReason.ABORT)
-        return Unfinished(SavedSample(attempt, transcript), {0: pieces} if pieces.parts else {})

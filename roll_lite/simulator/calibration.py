@@ -21,7 +21,6 @@ from roll_lite.config.schema.simulation import (
     SimulatedTrainerConfig,
     SimulationConfig,
 )
-from roll_lite.simulator.scenario import responses_of
 
 QUANTILES = 21
 
@@ -62,7 +61,17 @@ def read_run(folder: Path) -> MeasuredRun:
         raise ValueError(
             f"{folder} is a run with rollout.supply: {supply}, whose generation seconds are not those of a batch; measure a sync one"
         )
-    _refuse_unrecorded(folder, settings.get("rollout", {}), steps.values())
+    # Lengths of filtered and surplus samples are not recorded.
+    filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in steps.values()))
+    oversample = settings.get("rollout", {}).get("oversample", 1)
+    if filtered or oversample > 1:
+        what = f"rollout.oversample: {oversample:g}, which generates more than its samples/ hold of a batch"
+        if filtered:
+            what = f"rollout.filter, which left out {filtered} groups that its samples/ do not hold"
+        raise ValueError(
+            f"{folder} is a run with {what}; measure one with rollout.filter=null rollout.oversample=1: the simulator filters and "
+            "oversamples as the configuration says that is simulated"
+        )
     infer = settings["actor_infer"]
     engines = _count(infer["devices"]) // infer["strategy"].get("tensor_parallel", 1) * infer.get("replicas_per_device", 1)
     return MeasuredRun(
@@ -73,22 +82,6 @@ def read_run(folder: Path) -> MeasuredRun:
         samples,
         infer.get("offload", False),
         settings.get("rollout", {}).get("stream_log_probs", False),
-    )
-
-
-def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """Raise ValueError for runs with filtered groups or oversampling, since lengths of surplus samples are not recorded."""
-    filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
-    oversample = rollout.get("oversample", 1)
-    if filtered:
-        what = f"rollout.filter, which left out {filtered} groups that its samples/ do not hold"
-    elif oversample > 1:
-        what = f"rollout.oversample: {oversample:g}, which generates more than its samples/ hold of a batch"
-    else:
-        return
-    raise ValueError(
-        f"{folder} is a run with {what}; measure one with rollout.filter=null rollout.oversample=1: the simulator filters and "
-        "oversamples as the configuration says that is simulated"
     )
 
 
@@ -171,37 +164,32 @@ def _responses(
     name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun, steps: Sequence[int], assumed: SimulationConfig
 ) -> SimulatedResponsesConfig:
     """Measure a domain's responses. `assumed` gives the number of prompts in the data, which runs do not record."""
-    lengths = [policy_tokens(sample) / turns_of(sample) for sample in samples if sample["response_tokens"]]
-    played = [sample["episode"]["metrics"] for sample in samples if "episode" in sample]
+    turns = [float(sample["episode"]["metrics"]["turns"]) if "episode" in sample else 1.0 for sample in samples]
+    lengths = [policy_tokens(sample) / count for sample, count in zip(samples, turns, strict=True) if sample["response_tokens"]]
+    episodes: dict[str, Any] = {}
+    if played := [sample["episode"]["metrics"] for sample in samples if "episode" in sample]:
+        turns = [one["turns"] for one in played]
+        further = max(1.0, sum(turns) - len(turns))
+        episodes = {
+            "turns": rounded(min(float(np.median(turns)), fmean(turns))),  # a limit of turns leaves the mean below the median
+            "turns_p99": rounded(float(np.quantile(turns, 0.99))),
+            "environment_s": rounded(sum(one["environment_seconds"] for one in played) / sum(turns)),
+            "environment_tokens": max(1, round(sum(one["environment_tokens"] for one in played) / further)),
+        }
     groups: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for sample in samples:
         groups[sample["epoch"], sample["group"]].append(bool(sample["correct"]))
     seconds = [run.metrics[step].get(f"domain/{name}/reward/seconds") for step in steps]
     known = [one for one in seconds if one is not None]
     return SimulatedResponsesConfig(
-        prompts=responses_of(assumed, name).prompts,
+        prompts=assumed.domains.get(name, assumed.responses).prompts,
         prompt_tokens=max(1, round(fmean(sample["prompt_tokens"] for sample in samples))),
         quantiles=[rounded(float(value)) for value in np.quantile(lengths, np.linspace(0, 1, QUANTILES))],
         reward_s=rounded(fmean(known)) if known else 0.0,
-        **(_episodes(played) if played else {}),
+        **episodes,
         all_right=rounded(sum(all(ones) for ones in groups.values()) / len(groups)),
         all_wrong=rounded(sum(not any(ones) for ones in groups.values()) / len(groups)),
     )
-
-
-def _episodes(played: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    turns = [one["turns"] for one in played]
-    further = max(1.0, sum(turns) - len(turns))
-    return {
-        "turns": rounded(min(float(np.median(turns)), fmean(turns))),  # a limit of turns leaves the mean below the median
-        "turns_p99": rounded(float(np.quantile(turns, 0.99))),
-        "environment_s": rounded(sum(one["environment_seconds"] for one in played) / sum(turns)),
-        "environment_tokens": max(1, round(sum(one["environment_tokens"] for one in played) / further)),
-    }
-
-
-def turns_of(sample: Mapping[str, Any]) -> float:
-    return float(sample["episode"]["metrics"]["turns"]) if "episode" in sample else 1.0
 
 
 def policy_tokens(sample: Mapping[str, Any]) -> float:

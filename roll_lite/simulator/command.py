@@ -17,7 +17,7 @@ from roll_lite.simulator.calibration import calibrated
 from roll_lite.simulator.picture import draw_engines
 from roll_lite.simulator.report import NOTES, advice, details, engines, table_of_runs
 from roll_lite.simulator.scenario import Scenario, scenario_of
-from roll_lite.simulator.simulation import SimulatedRun, simulate
+from roll_lite.simulator.simulation import simulate
 
 ALTERNATIVES: tuple[dict[str, object], ...] = (
     {"supply": "sync"},
@@ -50,7 +50,16 @@ def answer(config: RunConfig, asked: argparse.Namespace) -> int:
     chosen = scenario_of(config)
     outcome = simulate(chosen, spans=asked.picture is not None)
     sys.stdout.write(f"{details(outcome)}\n\n")
-    others = [] if not asked.compare else [_simulated(one) for one in alternatives(chosen) if one != chosen]
+    others = []
+    for one in alternatives(chosen) if asked.compare else ():
+        if one == chosen:
+            continue
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{one.policy}, {engines(one)} ...")
+            sys.stderr.flush()
+        others.append(simulate(one))
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\033[K")
     sys.stdout.write(f"{table_of_runs([outcome, *others])}\n\n{NOTES}\n")
     if asked.compare and chosen.takes_turns:
         sys.stdout.write(f"\n{TAKES_TURNS}\n")
@@ -80,13 +89,3 @@ def alternatives(chosen: Scenario) -> Iterator[Scenario]:
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
             yield replace(chosen, engines=count).under(settings)
-
-
-def _simulated(scenario: Scenario) -> SimulatedRun:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{scenario.policy}, {engines(scenario)} ...")
-        sys.stderr.flush()
-    outcome = simulate(scenario)
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\033[K")
-    return outcome

@@ -231,23 +231,26 @@ class SimulatedEngine:
             run = heapq.heappop(ends)[2]
             if run.slot >= 0 and run.decoded_at_start + run.tokens <= reached:
                 self._end(run, run.reason)
+        most, running = self.limits.cached_tokens, len(self._running)
         if not self._frozen:
-            if self._is_full():
-                self._put_newest_back()
+            if most is not None and running > 1 and self._cached >= most - TOKEN_TOLERANCE * running:
+                run = self._running[next(reversed(self._running))]  # the cache is full: put the newest request back
+                run.generated = float(self._tokens(run))
+                self._leave(run)
+                self.put_back += 1
+                self._waiting.appendleft(run)
             else:
                 self._admit()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._running and not self._frozen:
-            self._timer = self._loop.call_later(self._until_next(), self._process_due_events)
-
-    def _until_next(self) -> float:
         running = len(self._running)
-        tokens = self._ends[0][0] - self._decoded_per_request
-        if self.limits.cached_tokens is not None and running > 1:
-            tokens = min(tokens, (self.limits.cached_tokens - self._cached) / running)
-        return self._prefill_s + self.rates.seconds(max(0.0, tokens), running, self._cached)
+        if running and not self._frozen:
+            tokens = self._ends[0][0] - self._decoded_per_request
+            if most is not None and running > 1:
+                tokens = min(tokens, (most - self._cached) / running)
+            until_next = self._prefill_s + self.rates.seconds(max(0.0, tokens), running, self._cached)
+            self._timer = self._loop.call_later(until_next, self._process_due_events)
 
     # ------------------------------------------------------------ requests in and out
 
@@ -259,21 +262,17 @@ class SimulatedEngine:
             if self._running and self._cached + run.prompt + run.generated > room:
                 return
             self._waiting.popleft()
-            self._start(run)
-
-    def _start(self, run: _Run) -> None:
-        request = run.asked.request
-        run.slot, run.since, run.decoded_at_start = heapq.heappop(self._slots), self._settled, self._decoded_per_request - run.generated
-        self._stamp(run)
-        run.cached = self._prefill(run)
-        self._cached += run.prompt + run.generated
-        self._running[request.request_id] = run
-        self._admitted += 1
-        heapq.heappush(self._ends, (run.decoded_at_start + run.tokens, self._admitted, run))
-        run.asked.generated(self._tokens(run))
-        if not self._reporting:
-            self._reporting = True
-            self._loop.call_later(REPORT_S, self._report)
+            run.slot, run.since, run.decoded_at_start = heapq.heappop(self._slots), self._settled, self._decoded_per_request - run.generated
+            self._stamp(run)
+            run.cached = self._prefill(run)
+            self._cached += run.prompt + run.generated
+            self._running[run.asked.request.request_id] = run
+            self._admitted += 1
+            heapq.heappush(self._ends, (run.decoded_at_start + run.tokens, self._admitted, run))
+            run.asked.generated(self._tokens(run))
+            if not self._reporting:
+                self._reporting = True
+                self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
         """Add a request's prefill time. Return the number of cached prompt tokens, which take no time."""
@@ -320,17 +319,6 @@ class SimulatedEngine:
         if not self._running:  # discard accumulated rounding errors
             self._cached = self._decoded_per_request = self._prefill_s = 0.0
             self._ends.clear()
-
-    def _is_full(self) -> bool:
-        most = self.limits.cached_tokens
-        return most is not None and len(self._running) > 1 and self._cached >= most - TOKEN_TOLERANCE * len(self._running)
-
-    def _put_newest_back(self) -> None:
-        run = self._running[next(reversed(self._running))]
-        run.generated = float(self._tokens(run))
-        self._leave(run)
-        self.put_back += 1
-        self._waiting.appendleft(run)
 
     def _tokens(self, run: _Run) -> int:
         if run.slot < 0:

@@ -45,7 +45,9 @@ def _panel(axes: Any, outcome: SimulatedRun, title: str, by: str, end: float) ->
     slots, rows = outcome.scenario.limits.slots, _rows(outcome)
     single = outcome.scenario.engines * slots <= MOST_ROWS
     axes.set_title(title, loc="left", fontsize=10, color="#333333")
-    colors = _colors(outcome, by)
+    colors: dict[Any, str] = defaultdict(str) | dict(zip(range(len(outcome.steps) + 1), cycle(VERSION_COLORS)))
+    if by == "domain":
+        colors = dict(zip((model.name for model in outcome.scenario.domains), cycle(DOMAIN_COLORS)))
     if single:
         _bars(axes, outcome.spans, slots, by, colors)
     else:
@@ -77,12 +79,6 @@ def _panel(axes: Any, outcome: SimulatedRun, title: str, by: str, end: float) ->
         axes.legend(fontsize=8, frameon=False, ncols=len(colors), loc="lower right", bbox_to_anchor=(1, 1))
     axes.tick_params(labelsize=8, colors="#555555", length=0)
     axes.spines[:].set_visible(False)
-
-
-def _colors(outcome: SimulatedRun, by: str) -> dict[Any, str]:
-    if by == "domain":
-        return dict(zip((model.name for model in outcome.scenario.domains), cycle(DOMAIN_COLORS)))
-    return defaultdict(str) | dict(zip(range(len(outcome.steps) + 1), cycle(VERSION_COLORS)))
 
 
 def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[Any, str]) -> None:

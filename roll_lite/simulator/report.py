@@ -19,23 +19,22 @@ staleness       versions between a sample's oldest token and the batch: mean / m
 
 
 def table_of_runs(outcomes: Sequence[SimulatedRun]) -> str:
-    return table(COLUMNS, list(map(_cells, outcomes)), numbers=True)
-
-
-def _cells(outcome: SimulatedRun) -> tuple[str, ...]:
-    steady = outcome.steady
-    return (
-        outcome.scenario.policy,
-        str(outcome.scenario.engines),
-        seconds(outcome.step_s),
-        seconds(outcome.ideal_s),
-        f"{outcome.of_ideal:.0%}",
-        f"{outcome.utilisation:.0%}",
-        f"{outcome.tokens_per_s:,.0f}",
-        seconds(fmean(step.waited_s for step in steady)),
-        seconds(fmean(step.trained_s for step in steady)),
-        f"{outcome.staleness:.2f} / {outcome.staleness_max}",
-    )
+    rows = [
+        (
+            outcome.scenario.policy,
+            str(outcome.scenario.engines),
+            seconds(outcome.step_s),
+            seconds(outcome.ideal_s),
+            f"{outcome.of_ideal:.0%}",
+            f"{outcome.utilisation:.0%}",
+            f"{outcome.tokens_per_s:,.0f}",
+            seconds(fmean(step.waited_s for step in outcome.steady)),
+            seconds(fmean(step.trained_s for step in outcome.steady)),
+            f"{outcome.staleness:.2f} / {outcome.staleness_max}",
+        )
+        for outcome in outcomes
+    ]
+    return table(COLUMNS, rows, numbers=True)
 
 
 def advice(outcomes: Sequence[SimulatedRun]) -> str:

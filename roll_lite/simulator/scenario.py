@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from roll_lite.config.arithmetic import derive, device_numbers, group_size
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.config.schema.simulation import SimulatedResponsesConfig, SimulationConfig
 from roll_lite.simulator.engine import EngineLimits, EngineRates
 from roll_lite.simulator.workload import Distribution, DomainModel, LogNormal, Quantiles
 
@@ -144,10 +143,16 @@ def scenario_of(config: RunConfig) -> Scenario:
 
 
 def _domain(config: RunConfig, name: str, domain: DomainConfig) -> DomainModel:
-    responses, environment = responses_of(config.simulation, name), domain.environment
+    responses, environment = config.simulation.domains.get(name, config.simulation.responses), domain.environment
+    lengths: Distribution
+    if responses.quantiles is not None:
+        lengths = Quantiles(responses.quantiles)
+    else:
+        median = responses.median or math.ceil(domain.sampling.max_tokens / 10)
+        lengths = LogNormal(median, responses.p99 or 10 * median)
     return DomainModel(
         name=name,
-        lengths=_lengths(responses, domain.sampling.max_tokens),
+        lengths=lengths,
         max_tokens=domain.sampling.max_tokens,
         prompt_tokens=min(responses.prompt_tokens, domain.sampling.max_prompt_tokens),
         samples_per_prompt=group_size(config, domain),
@@ -166,14 +171,3 @@ def _domain(config: RunConfig, name: str, domain: DomainConfig) -> DomainModel:
         epochs=domain.data.epochs,
         least=domain.min_prompts,
     )
-
-
-def responses_of(simulation: SimulationConfig, domain: str) -> SimulatedResponsesConfig:
-    return simulation.domains.get(domain, simulation.responses)
-
-
-def _lengths(responses: SimulatedResponsesConfig, max_tokens: int) -> Distribution:
-    if responses.quantiles is not None:
-        return Quantiles(responses.quantiles)
-    median = responses.median or math.ceil(max_tokens / 10)
-    return LogNormal(median, responses.p99 or 10 * median)

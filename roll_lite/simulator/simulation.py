@@ -196,7 +196,10 @@ class _Simulation:
     # ------------------------------------------------------------ the verbs of a step
 
     async def step(self) -> None:
-        await self.move_engines()
+        if self.scenario.offload_s is not None:
+            started = self.clock()
+            await asyncio.sleep(self.scenario.offload_s)
+            self.outcome.phases.append(SimulatedPhase("move", started, self.clock()))
         await self.sync_weights()
         asked = self.clock()
         looking = asyncio.ensure_future(self.pass_early())
@@ -208,12 +211,6 @@ class _Simulation:
         await self.train(result)
         self.outcome.phases.append(SimulatedPhase("train", ready, self.clock()))
         self.record(result, ready - asked, self.clock() - ready)
-
-    async def move_engines(self) -> None:
-        if self.scenario.offload_s is not None:
-            started = self.clock()
-            await asyncio.sleep(self.scenario.offload_s)
-            self.outcome.phases.append(SimulatedPhase("move", started, self.clock()))
 
     async def pass_early(self) -> None:
         """Simulate pipeline/early_passes.py, which computes log-probs of finished groups during generation, one pass at a time, over groups
@@ -297,10 +294,14 @@ class _Simulation:
         engine = SimulatedEngine(number, scenario.rates, scenario.limits, self.length, self.outcome.spans if self.keep_spans else None)
         engine.update(self.version)
         self.engines[number] = engine
-        for hangs in (False, True):
-            at = self.failure_of(number, hangs)
-            if at is not None:
-                self.later(self.fail(at, number, hangs))
+        failures = scenario.failures
+        for hangs in (False, True):  # its first failure and its first hang, planned or random
+            what, given, mean_s = ("hang", failures.hangs, failures.mean_hang_s) if hangs else ("failure", failures.given, failures.mean_s)
+            times = [at for at, failing in given if failing == number]
+            if mean_s is not None:
+                times.append(self.clock() - mean_s * math.log(uniform(scenario.seed, what, number)))
+            if times:
+                self.later(self.fail(min(times), number, hangs))
         return engine
 
     def later(self, change: Coroutine[Any, Any, None]) -> None:
@@ -330,15 +331,6 @@ class _Simulation:
         if number in self.engines:
             self.gone.append(self.engines.pop(number))
             self.present -= 1
-
-    def failure_of(self, number: int, hangs: bool) -> float | None:
-        """Time of an engine's first failure (with `hangs`: first hang), planned or random."""
-        failures = self.scenario.failures
-        what, given, mean_s = ("hang", failures.hangs, failures.mean_hang_s) if hangs else ("failure", failures.given, failures.mean_s)
-        times = [at for at, engine in given if engine == number]
-        if mean_s is not None:
-            times.append(self.clock() - mean_s * math.log(uniform(self.scenario.seed, what, number)))
-        return min(times, default=None)
 
     async def fail(self, at: float, number: int, hangs: bool) -> None:
         await asyncio.sleep(at - self.clock())

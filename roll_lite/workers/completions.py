@@ -69,9 +69,21 @@ class CompletionPump:
         prompts = [prompt for request in requests if (prompt := await self._whole_prompt(request)) is not None]
         if frozen and prompts:
             await self._strategy.pause(PauseMode.KEEP)
-        answers = [self._start(prompt) for prompt in prompts if prompt.request_id in self._before]  # others were aborted meanwhile
+        answers = []
+        for prompt in prompts:
+            if prompt.request_id in self._before:  # not aborted meanwhile
+                self._entering.discard(prompt.request_id)
+                answer = self._strategy.generate(prompt, partial(self._note_progress, prompt.request_id))
+                answer.add_done_callback(partial(self._answered, prompt.request_id))
+                self._running.add(answer)
+                answer.add_done_callback(self._running.discard)
+                answers.append(answer)
         if frozen and prompts:
-            await self._until_admitted(answers)
+            while not all(answer.done() for answer in answers):
+                health = await self._strategy.health()
+                if not health.alive or health.running + health.waiting >= min(len(answers), len(self._before)):
+                    break
+                await asyncio.sleep(0.001)
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
@@ -87,21 +99,6 @@ class CompletionPump:
         if request.request_id in self._before:  # not aborted meanwhile
             self._before[request.request_id].insert(0, context_record(request, earlier))
         return replace(request, prompt_ids=(*earlier.ids.tolist(), *request.prompt_ids), context=None, masks_context=False)
-
-    def _start(self, request: GenerationRequest) -> asyncio.Future[Completion]:
-        self._entering.discard(request.request_id)
-        answer = self._strategy.generate(request, partial(self._note_progress, request.request_id))
-        answer.add_done_callback(partial(self._answered, request.request_id))
-        self._running.add(answer)
-        answer.add_done_callback(self._running.discard)
-        return answer
-
-    async def _until_admitted(self, answers: Sequence[asyncio.Future[Completion]]) -> None:
-        while not all(answer.done() for answer in answers):
-            health = await self._strategy.health()
-            if not health.alive or health.running + health.waiting >= min(len(answers), len(self._before)):
-                return
-            await asyncio.sleep(0.001)
 
     def _note_progress(self, request_id: str, progress: RequestProgress) -> None:
         if request_id in self._before:
@@ -177,23 +174,21 @@ class CompletionPump:
                 blocks[-1].append(record)
                 tokens += len(record)
             self._tokens_waiting -= ready.tokens
-            (parts if ready.is_part else turns).append(self._turn(completion, row))
+            turn = Turn(
+                completion.request_id,
+                len(completion.token_ids),
+                completion.text,
+                completion.finish_reason,
+                completion.versions,
+                completion.error,
+                completion.cached_tokens,
+                row,
+                () if self._engine is None else (self._engine,),
+                np.array(completion.token_ids, np.int32).tobytes() if completion.request_id in self._wanted else b"",
+                completion.drafted,
+                completion.accepted,
+            )
+            (parts if ready.is_part else turns).append(turn)
             if not ready.is_part:
                 self._wanted.discard(completion.request_id)
         return turns, parts, [token_block(records, self._columns) for records in blocks if records]
-
-    def _turn(self, completion: Completion, tokens: TokenRow | None) -> Turn:
-        return Turn(
-            completion.request_id,
-            len(completion.token_ids),
-            completion.text,
-            completion.finish_reason,
-            completion.versions,
-            completion.error,
-            completion.cached_tokens,
-            tokens,
-            () if self._engine is None else (self._engine,),
-            np.array(completion.token_ids, np.int32).tobytes() if completion.request_id in self._wanted else b"",
-            completion.drafted,
-            completion.accepted,
-        )

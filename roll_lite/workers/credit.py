@@ -67,23 +67,19 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
     """Compute advantages and the critic's targets from the columns of `credit_columns`. All head ranks (one per data parallel rank) must
     take part."""
-    config = algorithm.advantage
-    kl = _kl(rows, algorithm) if kl_coef > 0 else None
-    whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
-    task = CreditTask(rows, kl, kl_coef, algorithm.reward.scale, data_rank, gather, _whitening(rows, gather) if whitened else None)
-    advantages, returns = ESTIMATORS[config.name](task, **config.parameters)
-    return Credit(advantages, returns, kl, torch.where(task.branch == 0, task.score, 0.0) - task.penalty)
 
-
-def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Return a function from the moments of this rank's rows to (mean, 1 / standard deviation) over all ranks' training tokens. Rows with
-    non-finite moments do not count."""
-
-    def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
+    def whitening(moments: torch.Tensor) -> tuple[float, float]:
+        """Map the moments of this rank's rows to (mean, 1 / standard deviation) over all ranks' training tokens. Rows with non-finite
+        moments do not count."""
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
         return formulas.mean_and_scale(formulas.merged_moments(torch.cat(gather(mine[None]))))
 
-    return of_global_batch
+    config = algorithm.advantage
+    kl = _kl(rows, algorithm) if kl_coef > 0 else None
+    whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
+    task = CreditTask(rows, kl, kl_coef, algorithm.reward.scale, data_rank, gather, whitening if whitened else None)
+    advantages, returns = ESTIMATORS[config.name](task, **config.parameters)
+    return Credit(advantages, returns, kl, torch.where(task.branch == 0, task.score, 0.0) - task.penalty)
 
 
 def _kl(rows: MicroBatch, algorithm: AlgorithmConfig) -> torch.Tensor:

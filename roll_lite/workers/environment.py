@@ -23,7 +23,6 @@ from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.failures import FleetDown, MemberLost
 from roll_lite.distributed.fleet import Fleet, Policy, SlowStart
 from roll_lite.distributed.place import ActorMember, Place
-from roll_lite.environments.base import Task
 from roll_lite.environments.build import note_on_tools, player_of, task_of
 from roll_lite.environments.episode import STUCK_THREADS, Answer, Ask, Begin, Cancel, Ended, Event, Player
 from roll_lite.rewards.base import CANNED_RESPONSE
@@ -148,7 +147,10 @@ class EnvironmentPool:
             member = min(self._fleet.serving, key=lambda one: len(one.running))
             number = next(self._numbers)
             running = member.running[number] = _Running(asyncio.Queue(), asyncio.get_running_loop().time())
-            member.tell(Begin(number, self._task(prompt, conversation), conversation.sampling.max_tokens))
+            seed = conversation.sampling.seed
+            name = re.sub(r"/\d+(/\d+/\d+)$", r"\1", conversation.request_id)  # without the group: a resumed run numbers groups anew
+            task = task_of(self._domain, prompt, stable_hash(name if seed is None else seed, "environment"))
+            member.tell(Begin(number, task, conversation.sampling.max_tokens))
             try:
                 await self._converse(member, number, running, conversation)
             finally:
@@ -205,11 +207,6 @@ class EnvironmentPool:
         except EpisodeFailed as failed:
             return failed.cause
         return None
-
-    def _task(self, prompt: Prompt, conversation: Conversation) -> Task:
-        seed = conversation.sampling.seed
-        name = re.sub(r"/\d+(/\d+/\d+)$", r"\1", conversation.request_id)  # without the group: a resumed run numbers groups anew
-        return task_of(self._domain, prompt, stable_hash(name if seed is None else seed, "environment"))
 
     # ------------------------------------------------------------ workers
 

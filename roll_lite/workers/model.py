@@ -115,7 +115,10 @@ class ModelWorker(Worker):
         with self.phases.explained("start"):
             strategy.initialize()
         self.strategy, self._architecture = strategy, read_hf_config(self.spec.model.path)
-        self._heads = self._make_heads_group()
+        layouts: list[RankLayout | None] = [None] * strategy.layout.world_size
+        dist.all_gather_object(layouts, strategy.layout)
+        heads = sorted((layout for layout in layouts if layout and layout.is_head), key=lambda layout: layout.data_rank)
+        self._heads = dist.new_group([layout.rank for layout in heads], backend="gloo")
         freeze_heap()
         return self.strategy.layout
 
@@ -270,12 +273,6 @@ class ModelWorker(Worker):
 
     def _budget(self, tokens: int, rows: int | None, outputs: Sequence[str]) -> TokenBudget:
         return TokenBudget(tokens, rows, self.strategy.layout.attention_parity_tokens, with_padding="distribution" in outputs)
-
-    def _make_heads_group(self) -> dist.ProcessGroup | None:
-        layouts: list[RankLayout | None] = [None] * self.strategy.layout.world_size
-        dist.all_gather_object(layouts, self.strategy.layout)
-        heads = sorted((layout for layout in layouts if layout and layout.is_head), key=lambda layout: layout.data_rank)
-        return dist.new_group([layout.rank for layout in heads], backend="gloo")
 
     def gather_from_heads(self, rows: torch.Tensor) -> list[torch.Tensor]:
         everyone: list[torch.Tensor | None] = [None] * self.strategy.layout.data_size

@@ -93,17 +93,14 @@ class RankPhases:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(self._explanation(phase, error)) from error
-
-    def _explanation(self, phase: str, error: torch.OutOfMemoryError) -> str:
-        free, total = torch.cuda.mem_get_info()
-        reserved = torch.cuda.memory_reserved()
-        remedies = f"{REMEDIES.get(phase, '')}{SHARED}".format(role=self._name.rpartition("-")[0])
-        return (
-            f"no GPU memory is left in phase {phase}, with {', '.join(self._loaded()) or 'nothing'} loaded. Of {total / 1e9:.2f} GB torch "
-            f"has reserved {reserved / 1e9:.2f} here; engines, other roles and CUDA itself have {(total - free - reserved) / 1e9:.2f}. "
-            f"Remedies: {remedies}. {self._snapshot()}. {error}"
-        )
+            free, total = torch.cuda.mem_get_info()
+            reserved = torch.cuda.memory_reserved()
+            remedies = f"{REMEDIES.get(phase, '')}{SHARED}".format(role=self._name.rpartition("-")[0])
+            raise torch.OutOfMemoryError(
+                f"no GPU memory is left in phase {phase}, with {', '.join(self._loaded()) or 'nothing'} loaded. Of {total / 1e9:.2f} GB "
+                f"torch has reserved {reserved / 1e9:.2f} here; engines, other roles and CUDA itself have "
+                f"{(total - free - reserved) / 1e9:.2f}. Remedies: {remedies}. {self._snapshot()}. {error}"
+            ) from error
 
     def _snapshot(self) -> str:
         file = self._snapshots / f"{self._name}.pickle"

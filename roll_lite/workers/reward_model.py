@@ -96,18 +96,18 @@ class RewardModelWorker(Worker):
                 "response_mask": Ragged.from_rows([torch.zeros(len(row), dtype=torch.bool) for row in rows], torch.bool),
             }
         )
+        limits = self.spec.config.micro_batch_tokens, self.spec.config.micro_batch_size
+        planner: MicroBatchPlanner
+        if self.spec.deterministic:  # a score's last digits depend on the other rows of its pass
+            planner = RowsAtATime(1)
+        elif strategy.pads_rows:
+            planner = PaddedBudget(*limits)
+        else:
+            planner = TokenBudget(*limits, strategy.layout.attention_parity_tokens)
         # Each copy takes texts on its own, so a pass needs no agreement with other copies.
-        plan = strategy.plan(batch.lengths, self._planner(strategy), together=False)
+        plan = strategy.plan(batch.lengths, planner, together=False)
         outputs = strategy.forward(batch, ["final_value"], plan)
         return None if outputs is None else outputs.tensor("final_value").tolist()
-
-    def _planner(self, strategy: ForwardStrategy) -> MicroBatchPlanner:
-        config = self.spec.config
-        if self.spec.deterministic:  # a score's last digits depend on the other rows of its pass
-            return RowsAtATime(1)
-        if strategy.pads_rows:
-            return PaddedBudget(config.micro_batch_tokens, config.micro_batch_size)
-        return TokenBudget(config.micro_batch_tokens, config.micro_batch_size, strategy.layout.attention_parity_tokens)
 
 
 class TextTokens:
@@ -118,9 +118,15 @@ class TextTokens:
         self._padding = raw.get("pad_token_id")
 
     def of(self, text: ScoredText) -> list[int] | str:
-        """Return token ids, or the reason why the text cannot be scored."""
+        """Return token ids, or the reason why the text cannot be scored. Messages get special tokens from the chat template, plain text
+        from the tokenizer (unless it starts with BOS)."""
+        tokenizer = self._tokenizer
         try:
-            ids = self._encode(text)
+            if isinstance(text, str):
+                add = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+            else:
+                text, add = tokenizer.apply_chat_template(text, tokenize=False), False
+            ids = list(tokenizer(text, add_special_tokens=add, return_attention_mask=False, verbose=False)["input_ids"])
         except Exception as error:  # the model's chat template may raise anything
             return f"the reward model's chat template refuses the messages: {error}"
         # Like transformers: the output of the last non-padding token.
@@ -131,14 +137,3 @@ class TextTokens:
         if self._limit is not None and len(ids) > self._limit:
             return f"the text has {len(ids)} tokens, the reward model reads at most {self._limit} (max_length)"
         return ids
-
-    def _encode(self, text: ScoredText) -> list[int]:
-        """Return a text's token ids. Messages get special tokens from the chat template, plain text from the tokenizer (unless it starts
-        with BOS)."""
-        tokenizer = self._tokenizer
-        if isinstance(text, str):
-            add = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-        else:
-            text, add = tokenizer.apply_chat_template(text, tokenize=False), False
-        ids: list[int] = tokenizer(text, add_special_tokens=add, return_attention_mask=False, verbose=False)["input_ids"]
-        return list(ids)

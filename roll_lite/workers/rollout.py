@@ -18,7 +18,7 @@ from roll_lite.config.checks.scoring_models import MODEL_REWARD
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, DomainConfig, RewardConfig, SamplingConfig, rewards_turns
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.data.prompts import PromptOrder, PromptSet, Split, load_prompts
+from roll_lite.data.prompts import PromptOrder, Split, load_prompts
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason, Prompt, RewardInput, SampleGroup, Sampling
 from roll_lite.data.templates import load_tokenizer
@@ -232,37 +232,32 @@ class RolloutWorker(AsyncWorker):
         return RewardModelClient(name, reward, self._reward_models[reward.args["model"]])
 
     def _load_domains(self) -> list[Domain]:
-        tokenizer = load_tokenizer(self._config.model.path)
-        return [self._load_domain(name, config, tokenizer) for name, config in self._config.domains.items()]
-
-    def _load_domain(self, name: str, config: DomainConfig, tokenizer: Any) -> Domain:
-        given: list[Split] = [split for split in ("train", "validation") if getattr(config.data, split) is not None]
-        loaded = {split: self._load_prompts(name, config, split, tokenizer) for split in given}
-        prompts = loaded[given[0]]  # held-out ones, if nothing trains
-        files, seed = config.data.train, self._config.seed
-        shares = list(files.values()) if isinstance(files, dict) else []
-        return Domain(
-            name=name,
-            prompts=prompts,
-            order=MixedOrder(prompts.parts, shares, seed, name) if shares else PromptOrder(len(prompts), seed, name),
-            sampling=sampling_of(config.sampling, self._config.rollout.keep_mask),
-            samples_per_prompt=config.samples_per_prompt or self._config.rollout.samples_per_prompt,
-            share=config.share,
-            rewards=self._pools[name],
-            reward_retries=config.reward.retries,
-            validation=loaded.get("validation"),
-            greedy_baseline=self._config.algorithm.advantage.name == "remax",
-            filter=filter_of(self._config.rollout.filter),
-            epochs=config.data.epochs,
-            least=config.min_prompts,
-            episode=self._environments[name].play if name in self._environments else one_response,
-        )
-
-    def _load_prompts(self, name: str, config: DomainConfig, split: Split, tokenizer: Any) -> PromptSet:
-        prompts = load_prompts(name, config, split, tokenizer, self._config.domains)
-        if prompts.left_out:
-            self._data_notes.append(f"domains.{name}.data.{split}: {prompts.counts()}")
-        return prompts
+        tokenizer, domains = load_tokenizer(self._config.model.path), []
+        for name, config in self._config.domains.items():
+            given: list[Split] = [split for split in ("train", "validation") if getattr(config.data, split) is not None]
+            loaded = {split: load_prompts(name, config, split, tokenizer, self._config.domains) for split in given}
+            self._data_notes += [f"domains.{name}.data.{split}: {own.counts()}" for split, own in loaded.items() if own.left_out]
+            prompts = loaded[given[0]]  # held-out ones, if nothing trains
+            files, seed = config.data.train, self._config.seed
+            shares = list(files.values()) if isinstance(files, dict) else []
+            domain = Domain(
+                name=name,
+                prompts=prompts,
+                order=MixedOrder(prompts.parts, shares, seed, name) if shares else PromptOrder(len(prompts), seed, name),
+                sampling=sampling_of(config.sampling, self._config.rollout.keep_mask),
+                samples_per_prompt=config.samples_per_prompt or self._config.rollout.samples_per_prompt,
+                share=config.share,
+                rewards=self._pools[name],
+                reward_retries=config.reward.retries,
+                validation=loaded.get("validation"),
+                greedy_baseline=self._config.algorithm.advantage.name == "remax",
+                filter=filter_of(self._config.rollout.filter),
+                epochs=config.data.epochs,
+                least=config.min_prompts,
+                episode=self._environments[name].play if name in self._environments else one_response,
+            )
+            domains.append(domain)
+        return domains
 
     async def notes(self) -> list[str]:
         pools = [(name, pool.note) for name, pool in self._pools.items() if isinstance(pool, RewardPool)]
@@ -273,7 +268,7 @@ class RolloutWorker(AsyncWorker):
         """Return a batch of `prompts` prompts: rows of accepted samples, with references to their tokens."""
         result = await self._service.next_batch(prompts)
         state = self._service.state_dict()
-        await self._reward_models_rest()
+        await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
         trainable = accepted(result.groups)
         rows = rows_of(trainable, self._temperatures)
         writing = self._samples_file("step", step, result.groups)
@@ -285,7 +280,7 @@ class RolloutWorker(AsyncWorker):
         pools: dict[str, Mapping[str, Any]] = {"reward": self._pools, "environment": self._environments}
         replaced = {part: {name: pool.newly_replaced() for name, pool in own.items()} for part, own in pools.items()}
         silences, self._silences = self._silences, []
-        blocks = [self._tokens_of(trainable)]
+        blocks = [tokens_of(trainable, self._columns)]
         if self._per_turn and len(rows):
             blocks.append(turn_rewards_of(trainable, self._per_turn))
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
@@ -295,10 +290,7 @@ class RolloutWorker(AsyncWorker):
         for fewer than `least` groups."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
-        return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
-
-    def _tokens_of(self, groups: Sequence[SampleGroup]) -> Block:
-        return tokens_of(groups, self._columns)
+        return rows_of(trainable, self._temperatures), tokens_of(trainable, self._columns)
 
     def _client(self, number: int, engine: Any) -> RemoteEngine:
         return RemoteEngine(f"actor_infer[{number}]", engine, self._config.deterministic, self._config.limits.engine_silence or None)
@@ -333,16 +325,13 @@ class RolloutWorker(AsyncWorker):
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
         """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
-        await self._reward_models_rest()
+        await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
         columns = reported_columns(result.groups, self._config.domains)
         await self._write(self._samples_file("validation", step, result.groups, columns))
         if self._writing is not None:
             await self._writing  # trackers read the file next
         temperatures = {name: one.temperature for name, one in sampling.items()}
         return held_out_rows(accepted(result.groups), temperatures, columns), result.stats
-
-    async def _reward_models_rest(self) -> None:
-        await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
 
     def _samples_file(
         self, kind: str, step: int, groups: list[SampleGroup], columns: Mapping[str, Sequence[str]] = NONE

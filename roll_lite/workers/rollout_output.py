@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -68,7 +69,11 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
     if any(branches):
         columns["branch"] = _whole(branches)
     if any(group.baseline is not None for group in groups):
-        columns["baseline_score"] = torch.tensor(_baseline_scores(groups), dtype=torch.float32)
+        baselines: list[float] = []
+        for group in groups:
+            assert group.baseline is not None and group.baseline.score is not None, f"group {group.group} has no scored greedy baseline"
+            baselines += [group.baseline.score.value] * sum(len(sample.transcript.rows) for sample in group.samples)
+        columns["baseline_score"] = torch.tensor(baselines, dtype=torch.float32)
     return DataProto(columns)
 
 
@@ -136,14 +141,6 @@ def _whole(values: Iterable[int]) -> torch.Tensor:
     return torch.from_numpy(np.fromiter(values, np.int64))
 
 
-def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
-    scores: list[float] = []
-    for group in groups:
-        assert group.baseline is not None and group.baseline.score is not None, f"group {group.group} has no scored greedy baseline"
-        scores += [group.baseline.score.value] * sum(len(sample.transcript.rows) for sample in group.samples)
-    return scores
-
-
 def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> bytes:
     """Return JSON lines for the ledger; lines about the batch and its groups get `step`."""
     return b"".join(_line(line | {"step": step} if line.get("end") == DELIVERED or line["event"] == "batch" else line) for line in lines)
@@ -158,9 +155,14 @@ def write_samples(
     """Write a line per sample, also for failed samples and greedy baselines. The file appears only when complete. `clock_offset`: wall
     clock minus event loop clock, in seconds. `columns`: of a validation, from `reported_columns`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset, columns.get(group.domain, ())))
     with replacing(path, has_other_writers=False) as draft, draft.open("wb") as file:
-        file.writelines(_line(record) for record in records)
+        for group in groups:
+            names = columns.get(group.domain, ())
+            for sample in group.samples:
+                parts = {"parts": parts_of(sample, names)} if names else {}
+                file.write(_line({"step": step, **sample_record(sample, False, clock_offset), **parts}))
+            if group.baseline is not None:
+                file.write(_line({"step": step, **sample_record(group.baseline, True, clock_offset)}))
 
 
 def _line(record: dict[str, Any]) -> bytes:
@@ -169,14 +171,6 @@ def _line(record: dict[str, Any]) -> bytes:
         return to_json(record, inf_nan_mode="constants", fallback=str) + b"\n"
     except PydanticSerializationError:
         return json.dumps(record, ensure_ascii=False, default=str).encode(errors="backslashreplace") + b"\n"
-
-
-def _described(group: SampleGroup, clock_offset: float, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for sample in group.samples:
-        parts = {"parts": parts_of(sample, columns)} if columns else {}
-        yield sample_record(sample, False, clock_offset) | parts
-    if group.baseline is not None:
-        yield sample_record(group.baseline, True, clock_offset)
 
 
 def sample_record(sample: Sample, baseline: bool, clock_offset: float) -> dict[str, Any]:
@@ -243,14 +237,12 @@ class DumpSpec:
 
 def stored_blocks(references: Sequence[Any]) -> list[DataProto | None]:
     """Fetch blocks; None for blocks lost with their process."""
-    try:
+    with suppress(RayError):
         return ray.get(list(references))
-    except RayError:
-        return [_stored_block(reference) for reference in references]
-
-
-def _stored_block(reference: Any) -> DataProto | None:
-    try:
-        return ray.get(reference)
-    except RayError:
-        return None
+    blocks: list[DataProto | None] = []
+    for reference in references:
+        try:
+            blocks.append(ray.get(reference))
+        except RayError:
+            blocks.append(None)
+    return blocks

@@ -25,7 +25,7 @@ SETTINGS = [
 ]
 ENGINES_APART = ("actor_train.devices=[0]", "actor_infer.devices=[1, 2]")
 TRAINER_APART = ("actor_train.devices=[2]", "actor_infer.devices=[0, 1]")
-RETURNED = r"actor_infer\[1\] serves again"
+RETURNED = r"actor_infer\[1\] on \S+ serves again"
 
 
 @pytest.fixture

@@ -85,7 +85,10 @@ class SampleIndex:
             return
         try:
             known = dict(self._db.cursor().execute("FROM files").fetchall())
-            there = {path.name: self._stamp(path.name) for path in (self._run / "samples").glob("*.jsonl")}
+            there: dict[str, str] = {}
+            for name in (path.name for path in (self._run / "samples").glob("*.jsonl")):  # credit/ has advantages of the same samples
+                states = [path.stat() for kind in ("samples", "credit") if (path := self._run / kind / name).exists()]
+                there[name] = repr([(state.st_size, state.st_mtime_ns) for state in states])
             gone = [name for name in known if name not in there]
             new = sorted((name for name, stamp in there.items() if known.get(name) != stamp), key=lambda name: name.partition("_")[2])
             while (new or gone) and not self._closed:
@@ -115,12 +118,6 @@ class SampleIndex:
             cursor.executemany("INSERT INTO files VALUES (?, ?)", list(stamps.items()))
         cursor.commit()
         self.changes += 1
-
-    def _stamp(self, name: str) -> str:
-        """Return sizes and modification times of file `name` in samples/ and credit/ (advantages of the same samples), as a text to
-        compare."""
-        states = [path.stat() for kind in ("samples", "credit") if (path := self._run / kind / name).exists()]
-        return repr([(state.st_size, state.st_mtime_ns) for state in states])
 
     def page(self, given: Given, sort: str, start: int, count: int) -> list[dict[str, Any]]:
         """Return `count` samples that match the filters `given`, from number `start` on. `sort`: a column of NUMBERS; `-` before it sorts

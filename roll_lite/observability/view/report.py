@@ -38,8 +38,15 @@ def write_reports(places: Sequence[Path]) -> int:
 
 
 def write_report(folder: Path) -> Path:
+    def inside(reference: re.Match[str]) -> str:
+        text, tag = (PAGE / reference[1]).read_text(encoding="utf-8"), "style" if reference[1].endswith(".css") else "script"
+        return f"<{tag}>{text}</{tag}>"
+
     path = folder.resolve() / REPORT_FILE
-    write_whole(path, _html(content(Run(f"{path.parent.parent.name}/{path.parent.name}", folder))))
+    data = content(Run(f"{path.parent.parent.name}/{path.parent.name}", folder))
+    text = to_json(data, inf_nan_mode="null").decode().replace("<", "\\u003c")
+    page = REFERENCE.sub(inside, (PAGE / "view.html").read_text(encoding="utf-8"))
+    write_whole(path, page.replace("<!-- content -->", f'{POLICY}<script type="application/json" id="content">{text}</script>', 1))
     return path
 
 
@@ -92,13 +99,3 @@ def _shortened(value: Any) -> Any:
     if isinstance(value, str) and len(value) > LONGEST_TEXT:
         return f"{value[:LONGEST_TEXT]} … ({len(value) - LONGEST_TEXT:,} more characters)"
     return value
-
-
-def _html(data: dict[str, Any]) -> str:
-    def inside(reference: re.Match[str]) -> str:
-        text, tag = (PAGE / reference[1]).read_text(encoding="utf-8"), "style" if reference[1].endswith(".css") else "script"
-        return f"<{tag}>{text}</{tag}>"
-
-    content = to_json(data, inf_nan_mode="null").decode().replace("<", "\\u003c")
-    page = REFERENCE.sub(inside, (PAGE / "view.html").read_text(encoding="utf-8"))
-    return page.replace("<!-- content -->", f'{POLICY}<script type="application/json" id="content">{content}</script>', 1)

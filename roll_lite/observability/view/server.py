@@ -33,13 +33,6 @@ def _samples(run: Run, given: Given) -> list[dict[str, Any]]:
     return run.index.page(given, given.get("sort", ["-step"])[0], start, count)
 
 
-def _status(run: Run) -> dict[str, Any]:
-    try:
-        return run.status()
-    except (ValueError, OSError, yaml.YAMLError) as error:  # the other runs are shown
-        return {"name": run.name, "summary": {"exit": f"unreadable: {error}"}, "domains": [], "steps": [], "metrics": []}
-
-
 ANSWERS: dict[str, Callable[[Run, Given], Any]] = {
     "series": lambda run, given: run.series(given["name"]),
     "samples": _samples,
@@ -68,7 +61,14 @@ class Viewer:
                 if name not in self._runs:
                     self._runs[name] = Run(name, folder)
                 threading.Thread(target=self._runs[name].index.refresh, daemon=True).start()
-            return [{**_status(run), "waiting": run.index.waiting, "changes": run.index.changes} for run in self._runs.values()]
+            states: list[dict[str, Any]] = []
+            for run in self._runs.values():
+                try:
+                    state = run.status()
+                except (ValueError, OSError, yaml.YAMLError) as error:  # the other runs are shown
+                    state = {"name": run.name, "summary": {"exit": f"unreadable: {error}"}, "domains": [], "steps": [], "metrics": []}
+                states.append({**state, "waiting": run.index.waiting, "changes": run.index.changes})
+            return states
 
     def answer(self, what: str, given: Given) -> Any:
         if what in ("runs", "metrics"):
