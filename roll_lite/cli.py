@@ -413,7 +413,17 @@ def _further_commands(commands: Any) -> None:
     command.add_argument("folder", nargs="?", type=Path, default=Path("my_run"), help="a new folder (default: %(default)s)")
     command = _command(commands, "docs", "print a page of the documentation, or list all pages", act=_docs)
     command.add_argument("page", nargs="?", metavar="PAGE", help="its name in the list")
-    _doctor_options(commands)
+    help_text = "check this machine, or every node of a cluster, and say what to do: versions, GPUs, engines, Ray, limits, sandbox, clock"
+    command = _command(commands, "doctor", help_text, act=_doctor)
+    for option, text in (
+        ("--engines", "start each installed engine on the shipped tiny model too (on two CPU cores minutes each)"),
+        ("--smoke", "train two steps of the tiny model with each engine too (on two CPU cores minutes each)"),
+        ("--nodes", "check every node of a Ray cluster instead, and the bandwidth between them"),
+        ("--json", "print JSON"),
+    ):
+        command.add_argument(option, action="store_true", help=text)
+    text = "the cluster, host:port or auto (default: RAY_ADDRESS; with --nodes auto)"
+    command.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help=text)
     _data_options(_command(commands, "data", "list and show presets of public data sets, and write their rows to files", act=_data))
     help_text = "turn another trainer's configuration into one of ours, and list what has no counterpart"
     command = _command(commands, "import", help_text, act=_import)
@@ -430,20 +440,6 @@ def _further_commands(commands: Any) -> None:
         if name == "view":
             command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, for this machine only)")
             command.add_argument("--port", type=_number(0, 65535), default=8700, help="0: any that is free (default: %(default)s)")
-
-
-def _doctor_options(commands: Any) -> None:
-    help_text = "check this machine, or every node of a cluster, and say what to do: versions, GPUs, engines, Ray, limits, sandbox, clock"
-    command = _command(commands, "doctor", help_text, act=_doctor)
-    for option, text in (
-        ("--engines", "start each installed engine on the shipped tiny model too (on two CPU cores minutes each)"),
-        ("--smoke", "train two steps of the tiny model with each engine too (on two CPU cores minutes each)"),
-        ("--nodes", "check every node of a Ray cluster instead, and the bandwidth between them"),
-        ("--json", "print JSON"),
-    ):
-        command.add_argument(option, action="store_true", help=text)
-    text = "the cluster, host:port or auto (default: RAY_ADDRESS; with --nodes auto)"
-    command.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help=text)
 
 
 def _doctor(parsed: argparse.Namespace) -> int:

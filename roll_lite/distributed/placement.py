@@ -71,7 +71,13 @@ class Placement:
         wanted = _Wanted("GPU" if gpus else "CPU", numbers, self.roles, timeout_s, time.monotonic() + timeout_s)
         self._kind = wanted.kind
         self.group, order = _anywhere(wanted) if layout is None or layout.nodes is None else _on_nodes(wanted, layout)
-        self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
+        nodes = placement_group_table(self.group)["bundles_to_node_id"]
+        own_gpus = _gpu_numbers(self.group, range(len(numbers))) if gpus else [None] * len(numbers)
+        devices = [Device(bundle, nodes[bundle], gpu) for bundle, gpu in enumerate(own_gpus)]
+        # A node that has just joined may not be listed yet.
+        order = [*order, *sorted({device.node for device in devices} - set(order))]
+        devices.sort(key=lambda device: (order.index(device.node), _gpu_order(device.gpu or "0"), device.bundle))
+        self.devices = dict(zip(numbers, devices, strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
         """Return slots in rank order. A worker gets consecutive devices; workers that share a device have consecutive ranks."""
@@ -266,15 +272,6 @@ def _no_room(wanted: _Wanted, size: float) -> NoReturn:
         f"no room for the run's devices after {wanted.timeout_s:g} s. Wanted: {devices}. "
         f"The cluster has {has}, {free:g} of them free. Use fewer devices, wait for other jobs, or raise ray.placement_timeout_s."
     )
-
-
-def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequence[str]) -> list[Device]:
-    placed = placement_group_table(group)["bundles_to_node_id"]
-    numbers = _gpu_numbers(group, range(count)) if gpus else [None] * count
-    devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]
-    # A node that has just joined may not be listed yet.
-    order = [*order, *sorted({device.node for device in devices} - set(order))]
-    return sorted(devices, key=lambda device: (order.index(device.node), _gpu_order(device.gpu or "0"), device.bundle))
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:

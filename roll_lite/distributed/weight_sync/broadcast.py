@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
+from roll_lite.distributed.weight_sync.group import Announcement, TransferError, TransferGroup
 from roll_lite.distributed.weight_sync.memory import BucketSegment, GpuSegment, SharedSegment, open_shared, use_device_of, wait_for_device
 from roll_lite.distributed.weight_sync.plan import Channel, Route
 from roll_lite.distributed.weight_sync.transport import (
@@ -113,7 +113,7 @@ class _Broadcasts:
         use_device_of(buffer)
         try:
             with self._group.exchange():
-                self._group.meet(route, layout.announcement())
+                self._group.meet(route, Announcement(layout.signature))
                 self._broadcast(route, buffer[: layout.nbytes])
         except TransferError:
             self.close()

@@ -169,10 +169,10 @@ class TransferGroup:
             self._check_epoch()
             if number == 0:
                 self.store.set(_EPOCH, str(membership.epoch))
-            self.store.set(self._joined(number), json.dumps(asdict(home or Home.here())))
-            joined = {self._joined(other): other for other in range(len(membership.members))}
-            self._await(joined, "join the transfer group")
-            self.homes = [Home.of(json.loads(said)) for said in self.store.multi_get(list(joined))]
+            joined = [f"{membership.epoch}/joined/{other}" for other in range(len(membership.members))]
+            self.store.set(joined[number], json.dumps(asdict(home or Home.here())))
+            self._await({key: other for other, key in enumerate(joined)}, "join the transfer group")
+            self.homes = [Home.of(json.loads(said)) for said in self.store.multi_get(joined)]
 
     @property
     def name(self) -> str:
@@ -269,9 +269,6 @@ class TransferGroup:
 
     def _key(self, route: Route, step: int, moment: str, number: int) -> str:
         return f"{self.membership.epoch}/{route.sender}-{'.'.join(map(str, route.receivers))}/{step}/{moment}/{number}"
-
-    def _joined(self, number: int) -> str:
-        return f"{self.membership.epoch}/joined/{number}"
 
     @property
     def _broken_off(self) -> str:

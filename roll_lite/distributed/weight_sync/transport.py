@@ -171,9 +171,6 @@ class FlatLayout:
     nbytes: int
     signature: str
 
-    def announcement(self, handle: str = "") -> Announcement:
-        return Announcement(self.signature, handle)
-
 
 def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
     offsets = []
@@ -205,7 +202,7 @@ def _view(buffer: torch.Tensor, spec: ExportedTensor, offset: int) -> torch.Tens
 class FetchSender(BufferedSender):
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
         step = self.group.step(route)
-        self.group.announce(route, step, "here", layout.announcement(segment.handle))
+        self.group.announce(route, step, "here", Announcement(layout.signature, segment.handle))
 
         def done() -> Mapping[int, set[str]]:
             return {receiver: set(said.handle.split()) for receiver, said in self.group.await_announcements(route, step, "done").items()}
@@ -234,7 +231,7 @@ class FetchReceiver(TransportReceiver):
         with self.group.exchange():
             step = self.group.step(route)
             heard = self.group.await_announcements(route, step, "here")
-            self.group.compare(layout.announcement(), heard)
+            self.group.compare(Announcement(layout.signature), heard)
             segment = self._segment(route, heard[route.sender].handle)
             self._received.append((route, step))
             return unflatten(segment.whole, route.tensors, layout)
@@ -260,7 +257,7 @@ class FetchReceiver(TransportReceiver):
                 wait_for_device(segment.whole)
             for route, step in received:
                 kept = [handle for handle, segment in self._opened[route.sender].items() if segment.is_kept()]
-                self.group.announce(route, step, "done", flat_layout(route.tensors).announcement(" ".join(kept)))
+                self.group.announce(route, step, "done", Announcement(flat_layout(route.tensors).signature, " ".join(kept)))
 
     def close(self) -> None:
         super().close()

@@ -32,9 +32,6 @@ class WeightUpdate:
         if missing:
             raise RuntimeError(f"weight update: {len(missing)} tensors have not arrived, among them {', '.join(missing[:5])}")
 
-    def dtypes(self) -> dict[str, str]:
-        return {tensor.name: str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors}
-
 
 def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
     """Read tensor shapes from safetensors headers. `tied`: omit `lm_head.weight`, which shares the embedding."""

@@ -23,6 +23,7 @@ from roll_lite.distributed.weight_sync import memory
 from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, BroadcastSender, Wire, connect_gloo, connect_nccl
 from roll_lite.distributed.weight_sync.endpoints import SIDE_BY_SIDE, TRANSPORTS, WeightSender, link, split_by_transport, transport_of
 from roll_lite.distributed.weight_sync.group import (
+    Announcement,
     Home,
     StaleEpoch,
     TransferError,
@@ -338,7 +339,7 @@ def test_what_somebody_is_lost_in_ends_with_the_epoch(made: bool, monkeypatch: p
     (sender,), (receiver,) = members.halves("trainer"), members.halves("engine")
     route = plan.routes[0]
     sender.send(route, state)
-    receiver.group.meet(route, flat_layout(route.tensors).announcement())  # it comes, and is lost before it takes its part
+    receiver.group.meet(route, Announcement(flat_layout(route.tensors).signature))  # it comes, and is lost before it takes its part
     finishing = members.pool.submit(sender.finish)
     with pytest.raises(TimeoutError):
         finishing.result(0.3)

@@ -263,7 +263,7 @@ class EngineStrategy(InferenceStrategy):
             except BaseException as error:  # also if cancelled: the engine's weights are unknown now
                 self.fail(self.life.failure or f"new weights could not be put in place: {error}")
                 raise
-            self._dtypes = update.dtypes()
+            self._dtypes = {tensor.name: str(tensor.dtype).removeprefix("torch.") for tensor in update.tensors}
             self.life.finish_update(version)
             await self._settle()
         return largest(answers)
