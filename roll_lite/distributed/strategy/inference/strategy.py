@@ -152,7 +152,8 @@ class EngineStrategy(InferenceStrategy):
         async with self._turn(EngineEvent.PAUSE):
             if mode is PauseMode.ABORT:
                 await self.abort()
-            if not self.life.held_up and (mode is PauseMode.ABORT or not self.life.halted):
+            is_held_up = self.life.state not in (EngineState.SERVING, EngineState.PAUSED)
+            if not is_held_up and (mode is PauseMode.ABORT or not self.life.halted):
                 await self._halt(mode)
             self.life.pause()
 

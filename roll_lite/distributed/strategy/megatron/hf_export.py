@@ -44,15 +44,13 @@ class _Source:
     takes_part: bool
 
     @staticmethod
-    def of_layers() -> _Source:
-        group = cut_group(of_experts=False)
-        first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        return _Source(group, dist.get_process_group_ranks(group), first)
-
-    @staticmethod
-    def of_experts() -> _Source:
-        group = cut_group(of_experts=True)
-        return _Source(group, dist.get_process_group_ranks(group), parallel_state.get_expert_data_parallel_rank() == 0)
+    def of(of_experts: bool) -> _Source:
+        group = cut_group(of_experts)
+        if of_experts:
+            copy = parallel_state.get_expert_data_parallel_rank()
+        else:
+            copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return _Source(group, dist.get_process_group_ranks(group), copy == 0)
 
     @property
     def owns(self) -> bool:
@@ -109,7 +107,7 @@ class HfExporter:
     def __init__(self, bindings: Sequence[Binding], hf: HfConfig, changes: Mapping[str, CutChange] | None = None) -> None:
         self._hf = hf
         self._changes = changes or {}
-        self._sources = {False: _Source.of_layers(), True: _Source.of_experts()}
+        self._sources = {of_experts: _Source.of(of_experts) for of_experts in (False, True)}
         self._tensor_group = self._sources[False].group
         exported = [binding for binding in bindings if binding.exported]
         self._places = {name: (binding, number) for binding in exported for number, name in enumerate(binding.hf)}
@@ -123,9 +121,12 @@ class HfExporter:
         """Plan the export in buckets (collective). Each bucket has an owner, the rank that gathers it. Experts have separate buckets."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
-            if self._sources[binding.entry.of_experts].owns:
-                cut = self._cuts(binding.entry, self._like_joined(binding.entry, binding.parameter))[number]
-                mine[binding.entry.of_experts].append((name, self._full_shape(binding.entry, cut), cut.dtype, dist.get_rank()))
+            entry, local = binding.entry, binding.parameter
+            if self._sources[entry.of_experts].owns:
+                sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
+                joined = torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
+                cut = self._cuts(entry, joined)[number]
+                mine[entry.of_experts].append((name, self._full_shape(entry, cut), cut.dtype, dist.get_rank()))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(mine.values()))
         expert_owners = parallel_state.get_expert_model_parallel_world_size() if for_engines else 1
@@ -171,10 +172,6 @@ class HfExporter:
         dist.all_gather(pieces, local.contiguous(), group=self._tensor_group)
         first = self._tensor_group.rank() // sharing * sharing
         return torch.cat(pieces[first : first + sharing])
-
-    def _like_joined(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-        sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
-        return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
 
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
         entries = [self._places[tensor.name][0].entry for tensor in tensors]

@@ -91,7 +91,9 @@ class VllmEngine(VllmProcesses):
     async def start(self) -> list[int]:
         """Start the engine. Blocks the event loop: processes belong to the thread that starts them."""
         with self._inherited():
-            self._running = self._start()
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            self._running = AsyncLLM.from_engine_args(engine_args(self._spec, self._cuda))
         restore_stop_overlap(self._running.output_processor)
         config = self._llm.model_config.hf_config.get_text_config()
         self._vocabulary, self._tied = int(config.vocab_size), bool(config.tie_word_embeddings)
@@ -99,11 +101,6 @@ class VllmEngine(VllmProcesses):
         self._adapters = adapters_request() if self._spec.lora is not None else None
         manager = self._llm.engine_core.resources.engine_manager
         return [process.pid for process in manager.processes if process.pid is not None] if manager is not None else []
-
-    def _start(self) -> AsyncLLM:
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        return AsyncLLM.from_engine_args(engine_args(self._spec, self._cuda))
 
     async def prepare(self, config: HfConfig) -> None:
         read = (self._vocabulary, self._tied)
