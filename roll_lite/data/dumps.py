@@ -185,13 +185,13 @@ def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
 
 def further_columns(prompt: Prompt) -> dict[str, Any]:
     question = prompt.question
-    own = {name: value for name, value in prompt.columns.items() if not (type(value) is type(question) and value == question)}
-    return {name: _shortened(value) for name, value in own.items()}
-
-
-def _shortened(value: Any) -> Any:
-    text = value if isinstance(value, str) else _json(value)
-    return value if len(text) <= LONGEST_COLUMN else f"{text[:LONGEST_COLUMN]}... ({len(text)} characters)"
+    shortened = {}
+    for name, value in prompt.columns.items():
+        if not (type(value) is type(question) and value == question):
+            text = value if isinstance(value, str) else _json(value)
+            is_short = len(text) <= LONGEST_COLUMN
+            shortened[name] = value if is_short else f"{text[:LONGEST_COLUMN]}... ({len(text)} characters)"
+    return shortened
 
 
 def _json(value: Any) -> str:

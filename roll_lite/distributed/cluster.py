@@ -106,16 +106,10 @@ def _environment(spec: ClusterSpec, rank: int, slot: Slot) -> dict[str, str]:
 class Cluster(Generic[W_co]):
     def __init__(self, group: RankGroup, spec: ClusterSpec) -> None:
         self.group = group
+        self.name = group.name
+        self.world_size = len(group.actors)
         self._spec = spec
         self._layouts: list[RankLayout] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.group.name
-
-    @property
-    def world_size(self) -> int:
-        return len(self.group.actors)
 
     @property
     def actors(self) -> list[Any]:

@@ -70,7 +70,12 @@ class Placement:
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         wanted = _Wanted("GPU" if gpus else "CPU", numbers, self.roles, timeout_s, time.monotonic() + timeout_s)
         self._kind = wanted.kind
-        self.group, order = _anywhere(wanted) if layout is None or layout.nodes is None else _on_nodes(wanted, layout)
+        if layout is None or layout.nodes is None:
+            size = 1.0 if gpus else _cpu_slot(len(numbers))
+            self.group = _reserve(wanted, size, timeout_s) or _no_room(wanted, size)
+            order = [node.id for node in _nodes(wanted.kind)]
+        else:
+            self.group, order = _on_nodes(wanted, layout)
         nodes = placement_group_table(self.group)["bundles_to_node_id"]
         own_gpus = _gpu_numbers(self.group, range(len(numbers))) if gpus else [None] * len(numbers)
         devices = [Device(bundle, nodes[bundle], gpu) for bundle, gpu in enumerate(own_gpus)]
@@ -188,12 +193,6 @@ class _Wanted:
     roles: Mapping[str, Sequence[int]]
     timeout_s: float
     deadline: float
-
-
-def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
-    size = 1.0 if wanted.kind == "GPU" else _cpu_slot(len(wanted.numbers))
-    group = _reserve(wanted, size, wanted.timeout_s)
-    return group or _no_room(wanted, size), [node.id for node in _nodes(wanted.kind)]
 
 
 def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup, list[str]]:

@@ -157,6 +157,7 @@ class TransferGroup:
         assert 0 <= number < len(membership.members), f"member {number} of {len(membership.members)}"
         self.membership = membership
         self.number = number
+        self.name = membership.members[number]
         self.failure: str | None = None
         self._steps: defaultdict[Channel, int] = defaultdict(int)
         self._announced: defaultdict[Channel, deque[tuple[int, str]]] = defaultdict(deque)
@@ -173,10 +174,6 @@ class TransferGroup:
             self.store.set(joined[number], json.dumps(asdict(home or Home.here())))
             self._await({key: other for other, key in enumerate(joined)}, "join the transfer group")
             self.homes = [Home.of(json.loads(said)) for said in self.store.multi_get(joined)]
-
-    @property
-    def name(self) -> str:
-        return self.membership.members[self.number]
 
     @cached_property
     def trainer_on(self) -> dict[tuple[str, str], int]:

@@ -136,7 +136,7 @@ def test_buffers_on_a_gpu_are_two_however_much_buckets_differ_in_size() -> None:
         receiver.release()
     sending.result(10)
     (buffers,) = sender._buffers.values()
-    assert [len(segment.whole) for segment in buffers._segments] == [flat_layout(plan.routes[-1].tensors).nbytes] * BUCKETS_AHEAD
+    assert [len(segment.whole) for segment in buffers.segments] == [flat_layout(plan.routes[-1].tensors).nbytes] * BUCKETS_AHEAD
     alone = replace(plan.routes[0], tensors=plan.routes[0].tensors[:1])
     assert replace(plan, routes=(alone,)).membership(1, "auto", "", 0, 1.0).bucket_nbytes == 0
     members.close()
@@ -161,7 +161,7 @@ def test_exported_memory_is_used_again_when_every_reader_is_done_and_keeps_nothi
             receiver.receive(route)
             receiver.release()
     sending.result(10)
-    assert len(sender._buffers[plan.routes[0].channel]._segments) == BUCKETS_AHEAD + 1, "one more than without what is kept"
+    assert len(sender._buffers[plan.routes[0].channel].segments) == BUCKETS_AHEAD + 1, "one more than without what is kept"
     assert torch.equal(kept, state["w1"])
     members.close()
 

@@ -18,7 +18,7 @@ from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, FetchRece
 
 
 def segments(sender: FetchSender) -> int:
-    return sum(len(buffers._segments) for buffers in sender._buffers.values())
+    return sum(len(buffers.segments) for buffers in sender._buffers.values())
 
 
 def test_segments_are_used_again() -> None:

@@ -34,6 +34,7 @@ class EngineStrategy(InferenceStrategy):
     def __init__(self, make: EngineMake, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, EngineStrategyConfig)
         self.make = make
+        self.notes = make.notes
         self.options: EngineStrategyConfig = spec.strategy
         self.max_model_len = spec.max_model_len
         self.processes = EngineProcesses()
@@ -50,10 +51,6 @@ class EngineStrategy(InferenceStrategy):
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         """{tensor name: shape} of the tensors that weight updates send: all tensors of the checkpoint, or only adapters."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return self.make.notes
 
     # ------------------------------------------------------------ life
 

@@ -42,6 +42,7 @@ class _Source:
     ranks: Sequence[int]
     """Global ranks of the tensor-parallel group; the first gathers."""
     takes_part: bool
+    owns: bool
 
     @staticmethod
     def of(of_experts: bool) -> _Source:
@@ -50,11 +51,8 @@ class _Source:
             copy = parallel_state.get_expert_data_parallel_rank()
         else:
             copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        return _Source(group, dist.get_process_group_ranks(group), copy == 0)
-
-    @property
-    def owns(self) -> bool:
-        return self.takes_part and dist.get_rank() == self.ranks[0]
+        ranks = dist.get_process_group_ranks(group)
+        return _Source(group, ranks, copy == 0, copy == 0 and dist.get_rank() == ranks[0])
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]

@@ -30,11 +30,8 @@ class HfCheckpoint:
                 self._files = dict.fromkeys(file.keys(), single)
         else:
             raise ValueError(f"{self.named} holds neither {single} nor model.safetensors.index.json")
+        self.names = set(self._files)
         self._open: dict[str, Any] = {}
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._files)
 
     def slice(self, name: str) -> Any:
         file = self._files[name]

@@ -38,9 +38,18 @@ class Optimizer:
         assert config.decay == "constant" or total_updates is not None, "a decay needs the number of updates of the whole run"
         self._clip_grad = config.clip_grad
         self.megatron = _megatron_optimizer(config, chunks, distributed, dtype)
+        self.parts: list[Any] = list(self.megatron.chained_optimizers)
         self.on_host = config.on_host
         self._host_steps: list[HostStep] = []
-        self._make_states()
+        # Create Adam's moments before the first step, so that memory use is known and checkpoints can be loaded.
+        for part in self.parts:
+            if self.on_host:
+                self._host_steps.append(HostStep(part.optimizer, current_device()))
+                part.optimizer.step = self._host_steps[-1]
+            part.init_state_fn(part.optimizer, part.config)
+            if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
+                part.state_dict = partial(self._state_without_parameters, part)
+        self.complete_states()
         # The constructor's step(0) also applies weight decay multipliers, which exempt norms and biases. Megatron makes the first update
         # with init_lr, so that update i of the warm-up has the rate lr * i / warmup_steps.
         rest = max(config.warmup_steps - 1, 0)
@@ -60,21 +69,6 @@ class Optimizer:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
-
-    @property
-    def parts(self) -> list[Any]:
-        return list(self.megatron.chained_optimizers)
-
-    def _make_states(self) -> None:
-        """Create Adam's moments before the first step, so that memory use is known and checkpoints can be loaded."""
-        for part in self.parts:
-            if self.on_host:
-                self._host_steps.append(HostStep(part.optimizer, current_device()))
-                part.optimizer.step = self._host_steps[-1]
-            part.init_state_fn(part.optimizer, part.config)
-            if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
-                part.state_dict = partial(self._state_without_parameters, part)
-        self.complete_states()
 
     def _state_without_parameters(self, part: Any) -> dict[str, Any]:
         """Return the state of a part without parameters on this rank, where Megatron's method fails."""
