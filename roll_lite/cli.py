@@ -144,7 +144,11 @@ def _main(arguments: Sequence[str] | None) -> int:
         config = _loaded(parsed, overrides, further, files=not imagined, weights=needs_weights)
     except ConfigError as error:
         if parsed.command == "check" and all(isinstance(problem, Missing) for problem in error.problems):
-            sys.stderr.write(_tables(_without_values(parsed, overrides, error)))
+            try:  # again, with missing values allowed and files unchecked
+                config = _loaded(parsed, overrides, (), files=False)
+            except ConfigError:
+                config = error.partial  # the valid part
+            sys.stderr.write(_tables(config))
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
     if getattr(parsed, "cfg", None):
@@ -160,16 +164,6 @@ def _main(arguments: Sequence[str] | None) -> int:
 def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Sequence[Check], **options: bool) -> RunConfig:
     name, folder = located(parsed.config_name, parsed.config_path)
     return load_config(name, folder, overrides, further=further, tell=to_stderr, **options)
-
-
-def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Load the configuration again, with missing values allowed and files unchecked. If this fails, return the valid part, stored in
-    `error`."""
-    try:
-        return _loaded(parsed, overrides, (), files=False)
-    except ConfigError:
-        partial: RunConfig = error.partial
-        return partial
 
 
 def _print(config: RunConfig) -> None:

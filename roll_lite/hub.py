@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
@@ -193,7 +193,13 @@ class _Repository(NamedTuple):
 
         with self._explained(commit):
             sizes = self._sizes(commit)
-        names = _of_model(sizes, weights) if self.kind == "model" else chosen(list(sizes), rest)
+        if self.kind == "dataset":
+            names = chosen(list(sizes), rest)
+        elif any(fnmatchcase(name, WEIGHTS) for name in sizes):
+            names = [name for name in sizes if "/" not in name and is_of_model(name, weights)]
+        else:
+            others = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".gguf", ".safetensors")))[:3])
+            raise ValueError(f"it holds no {WEIGHTS}{f', but {others}' if others else ''}; convert it with save_pretrained of transformers")
         files = [self.snapshot(commit) / name for name in names]
         missing = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
         if not missing:
@@ -269,14 +275,6 @@ def _progress(blobs: Path, total: float, tell: Tell) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- choice of files
-
-
-def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
-    """List a model's files to download. Weights in formats other than safetensors are left out."""
-    if not any(fnmatchcase(name, WEIGHTS) for name in sizes):
-        others = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".gguf", ".safetensors")))[:3])
-        raise ValueError(f"it holds no {WEIGHTS}{f', but {others}' if others else ''}; convert it with save_pretrained of transformers")
-    return [name for name in sizes if "/" not in name and is_of_model(name, weights)]
 
 
 def is_of_model(name: str, weights: bool = True) -> bool:

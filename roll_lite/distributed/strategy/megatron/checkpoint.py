@@ -125,10 +125,15 @@ def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
             reader.load(optimizer.parts)  # the distributed optimizer's tensors
         optimizer.scheduler.num_steps = 0
         optimizer.scheduler.step(increment=state["schedule"]["num_steps"])
-    if (own_file := _own_rank_file(folder, layout)) is not None:
-        saved = torch.load(own_file, weights_only=True)
+    own = _rank_file(folder, layout.rank)
+    if own.is_file():
+        saved = torch.load(own, weights_only=True)
         if saved["layout"] == _identity(layout):
             restore_random_state(saved["random"])
+    else:
+        others = sorted(folder.glob("rank_*.pt"))
+        if not others or layout.rank < torch.load(others[0], weights_only=True)["layout"]["world_size"]:  # else fewer ranks saved it
+            raise ValueError(f"checkpoint.resume: {own} is missing. If it cannot be found, go on from an earlier checkpoint")
 
 
 @contextmanager
@@ -150,17 +155,6 @@ def _clear_errors(state_folder: Path) -> Iterator[str]:
 def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
     said = f"{type(cause).__name__}: {cause}"
     return ValueError(f"checkpoint.resume: {state_folder} cannot be read ({said}). If it is damaged, go on from an earlier checkpoint")
-
-
-def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """Return this rank's file; None if fewer ranks saved the checkpoint. Raise ValueError if the file is lost."""
-    own = _rank_file(folder, layout.rank)
-    if own.is_file():
-        return own
-    others = sorted(folder.glob("rank_*.pt"))
-    if not others or layout.rank < torch.load(others[0], weights_only=True)["layout"]["world_size"]:
-        raise ValueError(f"checkpoint.resume: {own} is missing. If it cannot be found, go on from an earlier checkpoint")
-    return None
 
 
 # ---------------------------------------------------------------- what is stored

@@ -120,11 +120,17 @@ class HfExporter:
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             entry, local = binding.entry, binding.parameter
-            if self._sources[entry.of_experts].owns:
+            source = self._sources[entry.of_experts]
+            if source.owns:
                 sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
                 joined = torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
                 cut = self._cuts(entry, joined)[number]
-                mine[entry.of_experts].append((name, self._full_shape(entry, cut), cut.dtype, dist.get_rank()))
+                shape = list(cut.shape)
+                if entry.cut is not None:
+                    shape[entry.cut] *= len(source.ranks)
+                if entry.vocabulary:
+                    shape[0] = self._hf.vocab_size
+                mine[entry.of_experts].append((name, tuple(shape), cut.dtype, dist.get_rank()))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(mine.values()))
         expert_owners = parallel_state.get_expert_model_parallel_world_size() if for_engines else 1
@@ -191,14 +197,6 @@ class HfExporter:
                 joined = torch.cat([piece.view(cut.shape) for piece in next(by_tensor)], dim=entry.cut)
                 full[tensor.name] = joined[: tensor.shape[0]]
         return full
-
-    def _full_shape(self, entry: Entry, cut: torch.Tensor) -> tuple[int, ...]:
-        shape = list(cut.shape)
-        if entry.cut is not None:
-            shape[entry.cut] *= len(self._sources[entry.of_experts].ranks)
-        if entry.vocabulary:
-            shape[0] = self._hf.vocab_size
-        return tuple(shape)
 
 
 def write_hf(
