@@ -217,7 +217,7 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
             if found is not None and len(nodes) >= layout.nodes:
                 return found
         if time.monotonic() > wanted.deadline:
-            told, there = describe(nodes_of(layout)), describe([(node.address, int(node.devices)) for node in nodes], _words(wanted.kind))
+            told, there = describe(nodes_of(layout)), _described(nodes, wanted.kind)
             unused = f"{sum(free.values()):g} of them free ({', '.join(f'{node.address}: {free.get(node.id, 0.0):g}' for node in nodes)})"
             waited = f"after {wanted.timeout_s:g} s the cluster has {there}, {unused}"
             raise PlacementTimeout(f"placement.nodes: the run wants {told}; {waited}")
@@ -242,8 +242,8 @@ def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> di
     return found
 
 
-def _words(kind: str) -> str:
-    return "GPUs" if kind == "GPU" else "cores"
+def _described(nodes: Sequence[Node], kind: str) -> str:
+    return describe([(node.address, int(node.devices)) for node in nodes], "GPUs" if kind == "GPU" else "cores")
 
 
 def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Node] = ()) -> PlacementGroup | None:
@@ -264,7 +264,7 @@ def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Nod
 
 def _no_room(wanted: _Wanted, size: float) -> NoReturn:
     free = ray.available_resources().get(wanted.kind, 0)
-    has = describe([(node.address, int(node.devices)) for node in _nodes(wanted.kind)], _words(wanted.kind))
+    has = _described(_nodes(wanted.kind), wanted.kind)
     roles = "; ".join(f"{role}: {ranges(devices)}" for role, devices in wanted.roles.items())
     devices = f"{len(wanted.numbers)} of {size:g} {wanted.kind} each ({roles})"
     raise PlacementTimeout(
