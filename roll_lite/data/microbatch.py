@@ -133,14 +133,10 @@ class MicroBatchPlan:
         assert np.array_equal(np.sort(rows), np.arange(len(lengths))), f"{planner} does not cut {len(lengths)} rows into parts once each"
         return MicroBatchPlan(tuple(parts), count, multiples.tokens)
 
-    @property
-    def rows(self) -> int:
-        return sum(map(len, self.parts))
-
     def cut(self, batch: DataProto) -> list[DataProto]:
         """Split a batch into micro-batches, empty ones last."""
-        if len(batch) != self.rows:
-            raise ValueError(f"a plan for {self.rows} rows was given a batch of {len(batch)}")
+        if len(batch) != (planned := sum(map(len, self.parts))):
+            raise ValueError(f"a plan for {planned} rows was given a batch of {len(batch)}")
         return [batch.take(rows) for rows in self.parts] + [batch.slice(0, 0)] * (self.count - len(self.parts))
 
     def lengths(self, batch: DataProto) -> list[torch.Tensor]:
