@@ -115,15 +115,12 @@ def to_stderr(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def _download(found: re.Match[str], tell: Tell = to_stderr) -> list[Path]:
+def fetch(path: Path, tell: Tell = to_stderr) -> list[Path]:
+    """Download the missing files of a hub model, weights included, or of a data set's split. Return all files; [] for any other path."""
+    if (found := _CACHED.search(str(path))) is None or not isinstance(path, HubPath):
+        return []
     kind, owner, name, commit, rest = found.groups(default="")
     return _Repository("model" if kind == "model" else "dataset", f"{owner}/{name}").download(commit, rest, tell)
-
-
-def fetch(path: Path, tell: Tell = to_stderr) -> None:
-    """Download the missing files of a hub model, weights included. For any other path, do nothing."""
-    if (found := _CACHED.search(str(path))) is not None and isinstance(path, HubPath):
-        _download(found, tell)
 
 
 def config_folder(path: HubPath) -> Path:
@@ -158,13 +155,6 @@ def lacks_weights(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     names = read_object(index).get("weight_map", {}).values() if index.is_file() else ["model.safetensors"]
     return not all((folder / name).is_file() for name in set(names))
-
-
-def data_files(path: HubPath) -> list[Path]:
-    """Return the files of a data set's split; missing ones are downloaded."""
-    found = _CACHED.search(str(path))
-    assert found is not None, path
-    return _download(found)
 
 
 # ---------------------------------------------------------------- downloads

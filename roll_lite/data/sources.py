@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from roll_lite.config.schema.domains import DataFiles
 from roll_lite.files import elsewhere, first_line, is_file, kind_of, listing, read_json, read_object
-from roll_lite.hub import HubPath, data_files, split_of
+from roll_lite.hub import HubPath, fetch, split_of
 
 TABLES = (".parquet", ".arrow")
 """Suffixes of files that declare their columns."""
@@ -47,7 +47,7 @@ def paths_of(files: DataFiles | None) -> list[Path]:
 def shards_of(path: Path) -> list[Path]:
     """Return a path's data files. ValueError for a folder with different formats or splits, unless Hugging Face `datasets` saved it."""
     if isinstance(path, HubPath):
-        return [_file(file) for file in data_files(path)]
+        return [_file(file) for file in fetch(path)]
     found = kind_of(path)
     if found is None:
         raise ValueError(f"no such file: {path}{elsewhere(path)}")
