@@ -32,10 +32,6 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Name endings of weight files. Other files of the model's folder are copied."""
 
 
-def read_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return parameter.detach()
-
-
 @dataclass(frozen=True)
 class _Source:
     group: dist.ProcessGroup
@@ -137,7 +133,7 @@ class HfExporter:
         buckets = enumerate(_in_turns([owned for rank in everyone for owned in rank], bucket_bytes, expert_owners))
         return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))
 
-    def bucket(self, tensors: Sequence[ExportedTensor], read: Read = read_parameter) -> dict[str, torch.Tensor] | None:
+    def bucket(self, tensors: Sequence[ExportedTensor], read: Read = torch.Tensor.detach) -> dict[str, torch.Tensor] | None:
         """Gather a bucket (collective over the owner's tensor group). Return full tensors by name on the owner, None elsewhere."""
         if tensors[0].name not in self._places:
             return None
@@ -205,7 +201,7 @@ def write_hf(
     folder: Path,
     dtype: torch.dtype,
     value_model: bool,
-    read: Read = read_parameter,
+    read: Read = torch.Tensor.detach,
     write: Write | None = None,
 ) -> list[Path]:
     """Write a Hugging Face folder (collective) and return this rank's files. `source`: the model's folder. `read` returns a parameter's
