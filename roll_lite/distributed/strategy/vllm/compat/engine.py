@@ -67,10 +67,6 @@ class VllmProcesses:
         with self._scratch.inherited():
             yield
 
-    def _remove_scratch(self) -> None:
-        if self._scratch is not None:
-            self._scratch.remove()
-
 
 class VllmEngine(VllmProcesses):
     """vLLM engine, or the first node's part of a multi-node engine. After its death, calls to vLLM except `generate` and `abort` never
@@ -127,7 +123,8 @@ class VllmEngine(VllmProcesses):
                 # vLLM's listener would report the engine's end as a crash.
                 llm.output_handler.cancel()
             await processes.end(lambda: llm.shutdown(timeout=_LAST_S))
-        self._remove_scratch()
+        if self._scratch is not None:
+            self._scratch.remove()
 
     @property
     def _llm(self) -> AsyncLLM:
@@ -234,4 +231,5 @@ class VllmPart(VllmProcesses):
         executor, self._executor = self._executor, None
         if executor is not None:
             await processes.end(executor.shutdown)
-        self._remove_scratch()
+        if self._scratch is not None:
+            self._scratch.remove()
