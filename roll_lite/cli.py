@@ -144,7 +144,11 @@ def _main(arguments: Sequence[str] | None) -> int:
         config = _loaded(parsed, overrides, further, files=not imagined, weights=needs_weights)
     except ConfigError as error:
         if parsed.command == "check" and all(isinstance(problem, Missing) for problem in error.problems):
-            sys.stderr.write(_tables(_without_values(parsed, overrides, error)))
+            try:  # again, with missing values allowed and files unchecked
+                config = _loaded(parsed, overrides, (), files=False)
+            except ConfigError:
+                config = error.partial  # the valid part
+            sys.stderr.write(_tables(config))
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
     if getattr(parsed, "cfg", None):
@@ -160,16 +164,6 @@ def _main(arguments: Sequence[str] | None) -> int:
 def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Sequence[Check], **options: bool) -> RunConfig:
     name, folder = located(parsed.config_name, parsed.config_path)
     return load_config(name, folder, overrides, further=further, tell=to_stderr, **options)
-
-
-def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Load the configuration again, with missing values allowed and files unchecked. If this fails, return the valid part, stored in
-    `error`."""
-    try:
-        return _loaded(parsed, overrides, (), files=False)
-    except ConfigError:
-        partial: RunConfig = error.partial
-        return partial
 
 
 def _print(config: RunConfig) -> None:
@@ -215,7 +209,13 @@ def _evaluation(parsed: argparse.Namespace, given: Sequence[str]) -> list[str]:
 def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     from roll_lite.pipeline.sweep import Choice, run_each
 
-    values = [list(map(_fixed, _alternatives(parsed.config_name, text))) for text in overrides]
+    values = []
+    for text in overrides:
+        try:
+            given = alternatives(text)
+        except ValueError as error:
+            raise ConfigError(parsed.config_name, [Problem(text, str(error), source=COMMAND_LINE)]) from None
+        values.append(list(map(_fixed, given)))
     if (count := math.prod(map(len, values))) > MOST_RUNS:
         longest = max(values, key=len)[0].partition("=")[0]
         message = f"these are {count:,} runs; at most {MOST_RUNS:,} are started: give {longest} and others fewer values"
@@ -232,13 +232,6 @@ def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     name, folder = located(parsed.config_name, parsed.config_path)
     command = [sys.executable, "-m", "roll_lite.cli", "run", "--config-name", name, "--config-path", str(folder)]
     return run_each(command, choices)
-
-
-def _alternatives(name: str, override: str) -> list[str]:
-    try:
-        return alternatives(override)
-    except ValueError as error:
-        raise ConfigError(name, [Problem(override, str(error), source=COMMAND_LINE)]) from None
 
 
 def _fixed(override: str) -> str:
@@ -364,7 +357,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = _command(commands, name, help_text)
         if name == "launch":
-            _launch_options(command)
+            _own_options(command, name)
         default = "evaluate" if name == "evaluate" else None
         help_text = f"a YAML file of yours, name or path, or a shipped one's name{f' (default: {default})' if default else ''}"
         command.add_argument("--config-name", "--config_name", "-cn", required=default is None, default=default, help=help_text)
@@ -377,19 +370,10 @@ def _parser() -> argparse.ArgumentParser:
             type=Path,
             help="a folder of your own in which names are looked up before the shipped ones; the current one where absent",
         )
-        if name == "reward":
-            _reward_options(command)
-        elif name == "submit":
-            _submit_options(command)
-        elif name != "launch":
+        if name not in ("reward", "submit", "launch"):
             command.add_argument("--cfg", choices=("job",), help="only print the configuration as it would be run")
-        if name == "simulate":
-            _simulate_options(command)
-        if name == "plan":
-            _plan_options(command)
-        if name == "run":
-            text = "one run for every combination of key=a,b settings, one after the other, and a table at the end"
-            command.add_argument("-m", "--multirun", action="store_true", help=text)
+        if name != "launch":
+            _own_options(command, name)
         help_text = "key=value, +key=value, ~key; values are YAML"
         if name == "evaluate":
             text = "held-out prompts: a preset (roll-lite data list), a file, or hf://owner/name?split=...; may be given several times"
@@ -406,6 +390,54 @@ def _command(commands: Any, name: str, text: str, **defaults: Any) -> argparse.A
     return command
 
 
+def _own_options(command: argparse.ArgumentParser, name: str) -> None:
+    """Add the options that only the command `name` has."""
+    match name:
+        case "launch":
+            command.add_argument("target", choices=("slurm", "ray", "k8s"), help="Slurm, Ray on bare machines, or KubeRay")
+            command.add_argument("--image", help="k8s: the image of the pods, with roll_lite in it")
+            text = "k8s: the volume claim that pods mount at /shared (default: %(default)s)"
+            command.add_argument("--claim", default="shared", help=text)
+            command.add_argument("--output", type=Path, metavar="FILE", help="a new file, in place of standard output")
+        case "reward":
+            command.add_argument("--domain", help="the domain; may be left out where the configuration has one")
+            command.add_argument("--split", choices=("train", "validation"), default="train", help="which prompts (default: %(default)s)")
+            command.add_argument("--limit", type=_number(0), default=20, help="how many samples; 0 for all (default: %(default)s)")
+            source = command.add_mutually_exclusive_group()
+            text = (
+                "score these in place of the reference answers: a .jsonl file with `response` and `prompt_uid` or `prompt` in every line, "
+                "or the samples of a run, runs/NAME/samples/step_000001.jsonl"
+            )
+            source.add_argument("--responses", type=Path, help=text)
+            text = "play N episodes of a domain with an environment, with the model, and show them"
+            command.add_argument("--episodes", type=_number(1), metavar="N", help=text)
+            source.add_argument("--column", help="take the responses from this column of the domain's data")
+        case "submit":
+            address = os.environ.get("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:8265")
+            command.add_argument("--address", default=address, help="the dashboard of the cluster's head node (default: %(default)s)")
+            command.add_argument("--follow", action="store_true", help="show the run's output until it ends; Ctrl-C leaves the run alone")
+            command.add_argument("--name", metavar="ID", help="the job's id (default: made by Ray)")
+            text = "pass this environment variable on, for instance WANDB_API_KEY; may be given several times"
+            command.add_argument("--env", type=_variable, action="append", default=[], metavar="NAME", help=text)
+        case "simulate":
+            text = "a run's folder, whose metrics and samples take the place of the assumptions in `simulation`"
+            command.add_argument("--from", dest="measured", type=Path, metavar="RUN_FOLDER", help=text)
+            text = "other policies, and half and twice as many engines, in the same table"
+            command.add_argument("--compare", action="store_true", help=text)
+            command.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the engines over time")
+            text = "what colours mean in it (default: %(default)s)"
+            command.add_argument("--color", choices=("version", "domain"), default="version", help=text)
+        case "plan":
+            devices = ("A100", "H100", "H200", "B200", "MI300X")
+            command.add_argument("--device", choices=devices, default="H100", help="the kind of device (default: %(default)s)")
+            command.add_argument("--model", help="a folder with config.json, or a name of the hub, if model.path is not here")
+            command.add_argument("--search", type=_number(1), metavar="N", help="try layouts on N devices and list the fastest that fit")
+            command.add_argument("--json", action="store_true", help="print JSON instead of tables")
+        case "run":
+            text = "one run for every combination of key=a,b settings, one after the other, and a table at the end"
+            command.add_argument("-m", "--multirun", action="store_true", help=text)
+
+
 def _further_commands(commands: Any) -> None:
     command = _command(commands, "init", "write a folder to start from: configuration, data, reward function, README", act=_init)
     recipes = sorted(path.name for path in STARTERS.iterdir())
@@ -413,8 +445,29 @@ def _further_commands(commands: Any) -> None:
     command.add_argument("folder", nargs="?", type=Path, default=Path("my_run"), help="a new folder (default: %(default)s)")
     command = _command(commands, "docs", "print a page of the documentation, or list all pages", act=_docs)
     command.add_argument("page", nargs="?", metavar="PAGE", help="its name in the list")
-    _doctor_options(commands)
-    _data_options(_command(commands, "data", "list and show presets of public data sets, and write their rows to files", act=_data))
+    help_text = "check this machine, or every node of a cluster, and say what to do: versions, GPUs, engines, Ray, limits, sandbox, clock"
+    command = _command(commands, "doctor", help_text, act=_doctor)
+    for option, text in (
+        ("--engines", "start each installed engine on the shipped tiny model too (on two CPU cores minutes each)"),
+        ("--smoke", "train two steps of the tiny model with each engine too (on two CPU cores minutes each)"),
+        ("--nodes", "check every node of a Ray cluster instead, and the bandwidth between them"),
+        ("--json", "print JSON"),
+    ):
+        command.add_argument(option, action="store_true", help=text)
+    text = "the cluster, host:port or auto (default: RAY_ADDRESS; with --nodes auto)"
+    command.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help=text)
+    command = _command(commands, "data", "list and show presets of public data sets, and write their rows to files", act=_data)
+    actions = command.add_subparsers(dest="action", required=True)
+    _command(actions, "list", "all presets, in a line each")
+    for name, help_text in (
+        ("show", "where a preset's rows come from, its columns, and the settings of its domain"),
+        ("prepare", "write a preset's rows as JSON lines, in the columns that a domain reads, and tell what was left out"),
+    ):
+        action = _command(actions, name, help_text)
+        action.add_argument("preset", metavar="NAME", help="the preset's name in the list")
+    action.add_argument("--split", choices=("train", "validation"), default="train", help="which rows (default: %(default)s)")
+    action.add_argument("--from", dest="source", metavar="FILE", help="a file in the data set's own columns, in place of the hub's files")
+    action.add_argument("--out", type=Path, metavar="FILE", help="a new file (default: NAME_SPLIT.jsonl)")
     help_text = "turn another trainer's configuration into one of ours, and list what has no counterpart"
     command = _command(commands, "import", help_text, act=_import)
     command.add_argument("project", choices=PROJECTS, help="the other trainer")
@@ -430,20 +483,6 @@ def _further_commands(commands: Any) -> None:
         if name == "view":
             command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, for this machine only)")
             command.add_argument("--port", type=_number(0, 65535), default=8700, help="0: any that is free (default: %(default)s)")
-
-
-def _doctor_options(commands: Any) -> None:
-    help_text = "check this machine, or every node of a cluster, and say what to do: versions, GPUs, engines, Ray, limits, sandbox, clock"
-    command = _command(commands, "doctor", help_text, act=_doctor)
-    for option, text in (
-        ("--engines", "start each installed engine on the shipped tiny model too (on two CPU cores minutes each)"),
-        ("--smoke", "train two steps of the tiny model with each engine too (on two CPU cores minutes each)"),
-        ("--nodes", "check every node of a Ray cluster instead, and the bandwidth between them"),
-        ("--json", "print JSON"),
-    ):
-        command.add_argument(option, action="store_true", help=text)
-    text = "the cluster, host:port or auto (default: RAY_ADDRESS; with --nodes auto)"
-    command.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help=text)
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
@@ -477,20 +516,6 @@ def _init(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _data_options(command: argparse.ArgumentParser) -> None:
-    actions = command.add_subparsers(dest="action", required=True)
-    _command(actions, "list", "all presets, in a line each")
-    for name, help_text in (
-        ("show", "where a preset's rows come from, its columns, and the settings of its domain"),
-        ("prepare", "write a preset's rows as JSON lines, in the columns that a domain reads, and tell what was left out"),
-    ):
-        action = _command(actions, name, help_text)
-        action.add_argument("preset", metavar="NAME", help="the preset's name in the list")
-    action.add_argument("--split", choices=("train", "validation"), default="train", help="which rows (default: %(default)s)")
-    action.add_argument("--from", dest="source", metavar="FILE", help="a file in the data set's own columns, in place of the hub's files")
-    action.add_argument("--out", type=Path, metavar="FILE", help="a new file (default: NAME_SPLIT.jsonl)")
-
-
 def _data(parsed: argparse.Namespace) -> int:
     from roll_lite.data.preset_command import list_presets, prepare, show_preset
 
@@ -499,22 +524,6 @@ def _data(parsed: argparse.Namespace) -> int:
     if parsed.action == "show":
         return show_preset(parsed.preset)
     return prepare(parsed.preset, parsed.split, parsed.source, parsed.out)
-
-
-def _launch_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("target", choices=("slurm", "ray", "k8s"), help="Slurm, Ray on bare machines, or KubeRay")
-    command.add_argument("--image", help="k8s: the image of the pods, with roll_lite in it")
-    command.add_argument("--claim", default="shared", help="k8s: the volume claim that pods mount at /shared (default: %(default)s)")
-    command.add_argument("--output", type=Path, metavar="FILE", help="a new file, in place of standard output")
-
-
-def _submit_options(command: argparse.ArgumentParser) -> None:
-    address = os.environ.get("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:8265")
-    command.add_argument("--address", default=address, help="the dashboard of the cluster's head node (default: %(default)s)")
-    command.add_argument("--follow", action="store_true", help="show the run's output until it ends; Ctrl-C leaves the run alone")
-    command.add_argument("--name", metavar="ID", help="the job's id (default: made by Ray)")
-    text = "pass this environment variable on, for instance WANDB_API_KEY; may be given several times"
-    command.add_argument("--env", type=_variable, action="append", default=[], metavar="NAME", help=text)
 
 
 def _variable(name: str) -> str:
@@ -534,39 +543,6 @@ def _number(least: int, most: float = math.inf) -> Callable[[str], int]:
         return int(text)
 
     return read
-
-
-def _reward_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--domain", help="the domain; may be left out where the configuration has one")
-    command.add_argument("--split", choices=("train", "validation"), default="train", help="which prompts (default: %(default)s)")
-    command.add_argument("--limit", type=_number(0), default=20, help="how many samples; 0 for all (default: %(default)s)")
-    source = command.add_mutually_exclusive_group()
-    source.add_argument(
-        "--responses",
-        type=Path,
-        help="score these in place of the reference answers: a .jsonl file with `response` and `prompt_uid` or `prompt` in every line, "
-        "or the samples of a run, runs/NAME/samples/step_000001.jsonl",
-    )
-    command.add_argument(
-        "--episodes", type=_number(1), metavar="N", help="play N episodes of a domain with an environment, with the model, and show them"
-    )
-    source.add_argument("--column", help="take the responses from this column of the domain's data")
-
-
-def _plan_options(command: argparse.ArgumentParser) -> None:
-    devices = ("A100", "H100", "H200", "B200", "MI300X")
-    command.add_argument("--device", choices=devices, default="H100", help="the kind of device (default: %(default)s)")
-    command.add_argument("--model", help="a folder with config.json, or a name of the hub, if model.path is not here")
-    command.add_argument("--search", type=_number(1), metavar="N", help="try layouts on N devices and list the fastest that fit")
-    command.add_argument("--json", action="store_true", help="print JSON instead of tables")
-
-
-def _simulate_options(command: argparse.ArgumentParser) -> None:
-    text = "a run's folder, whose metrics and samples take the place of the assumptions in `simulation`"
-    command.add_argument("--from", dest="measured", type=Path, metavar="RUN_FOLDER", help=text)
-    command.add_argument("--compare", action="store_true", help="other policies, and half and twice as many engines, in the same table")
-    command.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the engines over time")
-    command.add_argument("--color", choices=("version", "domain"), default="version", help="what colours mean in it (default: %(default)s)")
 
 
 if __name__ == "__main__":

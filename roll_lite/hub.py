@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
@@ -115,15 +115,12 @@ def to_stderr(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def _download(found: re.Match[str], tell: Tell = to_stderr) -> list[Path]:
+def fetch(path: Path, tell: Tell = to_stderr) -> list[Path]:
+    """Download the missing files of a hub model, weights included, or of a data set's split. Return all files; [] for any other path."""
+    if (found := _CACHED.search(str(path))) is None or not isinstance(path, HubPath):
+        return []
     kind, owner, name, commit, rest = found.groups(default="")
     return _Repository("model" if kind == "model" else "dataset", f"{owner}/{name}").download(commit, rest, tell)
-
-
-def fetch(path: Path, tell: Tell = to_stderr) -> None:
-    """Download the missing files of a hub model, weights included. For any other path, do nothing."""
-    if (found := _CACHED.search(str(path))) is not None and isinstance(path, HubPath):
-        _download(found, tell)
 
 
 def config_folder(path: HubPath) -> Path:
@@ -160,13 +157,6 @@ def lacks_weights(folder: Path) -> bool:
     return not all((folder / name).is_file() for name in set(names))
 
 
-def data_files(path: HubPath) -> list[Path]:
-    """Return the files of a data set's split; missing ones are downloaded."""
-    found = _CACHED.search(str(path))
-    assert found is not None, path
-    return _download(found)
-
-
 # ---------------------------------------------------------------- downloads
 
 
@@ -193,7 +183,13 @@ class _Repository(NamedTuple):
 
         with self._explained(commit):
             sizes = self._sizes(commit)
-        names = _of_model(sizes, weights) if self.kind == "model" else chosen(list(sizes), rest)
+        if self.kind == "dataset":
+            names = chosen(list(sizes), rest)
+        elif any(fnmatchcase(name, WEIGHTS) for name in sizes):
+            names = [name for name in sizes if "/" not in name and is_of_model(name, weights)]
+        else:
+            others = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".gguf", ".safetensors")))[:3])
+            raise ValueError(f"it holds no {WEIGHTS}{f', but {others}' if others else ''}; convert it with save_pretrained of transformers")
         files = [self.snapshot(commit) / name for name in names]
         missing = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
         if not missing:
@@ -269,14 +265,6 @@ def _progress(blobs: Path, total: float, tell: Tell) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- choice of files
-
-
-def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
-    """List a model's files to download. Weights in formats other than safetensors are left out."""
-    if not any(fnmatchcase(name, WEIGHTS) for name in sizes):
-        others = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".gguf", ".safetensors")))[:3])
-        raise ValueError(f"it holds no {WEIGHTS}{f', but {others}' if others else ''}; convert it with save_pretrained of transformers")
-    return [name for name in sizes if "/" not in name and is_of_model(name, weights)]
 
 
 def is_of_model(name: str, weights: bool = True) -> bool:

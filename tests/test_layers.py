@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from roll_lite.config.schema.models import RewardModelStrategyConfig, TrainStrategyConfig
-from roll_lite.distributed.strategy.build import STRATEGIES
+from roll_lite.distributed.strategy.build import CONNECTS_RANKS
 
 PACKAGE = Path(__file__).resolve().parents[1] / "roll_lite"
 PAGE = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
@@ -172,7 +172,7 @@ def test_every_file_that_the_page_names_exists() -> None:
 def test_every_strategy_of_the_configuration_is_registered() -> None:
     """Those of models by name; engines are matched by type."""
     names = {one.model_fields["name"].default for one in get_args(RewardModelStrategyConfig)}
-    assert names == STRATEGIES.keys() >= {TrainStrategyConfig.model_fields["name"].default}
+    assert names == CONNECTS_RANKS.keys() >= {TrainStrategyConfig.model_fields["name"].default}
 
 
 def test_that_guard_sees_every_kind_of_import() -> None:

@@ -98,9 +98,12 @@ def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
     if isinstance(template, ChatTemplateConfig):
         columns = [_Column(f"{path}.data.prompt", data.prompt, lambda row: messages_of(row, data.prompt, template.system))]
     else:
-        columns = [_text_column(f"{path}.data.prompt", data.prompt, "prompt", path)]
+        text = partial(text_of, setting=f"{path}.template")
+        columns = [_Column(f"{path}.data.prompt", data.prompt, partial(text, column=data.prompt, placeholder="prompt"))]
         with suppress(ValueError):  # an invalid template text is reported elsewhere
-            columns += [_text_column(f"{path}.template.text", name, name, path) for name in placeholders(template.text) if name != "prompt"]
+            for name in placeholders(template.text):
+                if name != "prompt":
+                    columns.append(_Column(f"{path}.template.text", name, partial(text, column=name, placeholder=name)))
     if (answer := data.answer) is not None:
         setting = f"{path}.data.answer"
         columns.append(_Column(setting, answer, lambda row: answer_of(row, answer, setting)))
@@ -117,10 +120,6 @@ def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
         if (files := getattr(tool, "files", None)) is not None:
             columns.append(_Column(f"{path}.environment.tools.{number}.files", files, partial(files_of, column=files)))
     return columns
-
-
-def _text_column(setting: str, name: str, placeholder: str, path: str) -> _Column:
-    return _Column(setting, name, lambda row: text_of(row, name, placeholder, f"{path}.template"))
 
 
 @dataclass

@@ -28,13 +28,11 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 def as_array(column: Column) -> pa.Array:
     if isinstance(column, Ragged):
-        return pa.LargeListArray.from_arrays(pa.array(column.offsets.numpy()), _entries(column.values))
+        values = column.values
+        flat = pa.array(np.ascontiguousarray(values.numpy()).reshape(-1))
+        entries = flat if values.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+        return pa.LargeListArray.from_arrays(pa.array(column.offsets.numpy()), entries)
     if isinstance(column, torch.Tensor):
         return pa.array(column.numpy())
     assert isinstance(column, np.ndarray)
     return pa.array([str(value) for value in column], pa.string())
-
-
-def _entries(values: torch.Tensor) -> pa.Array:
-    flat = pa.array(np.ascontiguousarray(values.numpy()).reshape(-1))
-    return flat if values.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])

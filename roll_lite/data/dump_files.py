@@ -197,7 +197,9 @@ def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[P
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
-    mine = _as_in_header(config)
+    for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
+        _validate_all(getattr(config, name))  # raises Refused if a compared field is invalid
+    mine = config.model_dump(mode="json")  # as dumps store it
     differences = [found for header in headers[:-1] if (found := _differences(mine, header.config))]
     if differences:
         message = (
@@ -219,6 +221,7 @@ def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     actor, critic = config["actor_train"], config["critic"]
     refresh = _complete(RefreshConfig, (config.get("reference") or {}).get("refresh"))
     optimizers = [_complete(OptimizerConfig, role["optimizer"]) for role in (actor, critic) if role]
+    adapters = _complete(LoraConfig, actor.get("lora"))
     return {
         "seed": config["seed"],
         "model.dtype": config["model"]["dtype"],
@@ -226,7 +229,7 @@ def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "algorithm": _complete(AlgorithmConfig, config["algorithm"]),
         "actor_train.optimizer": optimizers[0],
         "actor_train.balance_coef": actor.get("balance_coef", 0.0),
-        "actor_train.lora": _adapters(actor.get("lora")),
+        "actor_train.lora": adapters and {**adapters, "targets": sorted(adapters["targets"]), "export": None, "engines": None},
         "reference.refresh": refresh,
         "actor_train.ema": refresh and refresh["weights"] == "ema" and actor.get("ema"),
         "critic": critic and [critic["init"], critic["path"], *optimizers[1:], critic.get("balance_coef", 0.0)],
@@ -240,18 +243,6 @@ def _complete(section: type[Section], values: Any) -> Any:
         return values if values is None else section.model_validate(values).model_dump(mode="json")
     except ValidationError:
         return values
-
-
-def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    complete = _complete(LoraConfig, lora)
-    return complete and {**complete, "targets": sorted(complete["targets"]), "export": None, "engines": None}
-
-
-def _as_in_header(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as dumps store it. Raise Refused if a compared field is invalid."""
-    for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
-        _validate_all(getattr(config, name))
-    return config.model_dump(mode="json")
 
 
 def _validate_all(value: Any) -> None:

@@ -111,7 +111,8 @@ def write_dump(
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in description}
     tokens = {name: pa.large_list(kind) for name, kind in TOKENS.items()}
     if kept_ids:
-        tokens[KEPT_IDS] = pa.large_list(pa.list_(pa.int32(), _width_of_kept_ids(entries, fetch)))
+        width = max((block.ragged(KEPT_IDS).values.shape[1] for block in _blocks(entries, fetch).values()), default=1)
+        tokens[KEPT_IDS] = pa.large_list(pa.list_(pa.int32(), width))
     if rewards_of is not None:
         tokens[TURN_REWARDS] = pa.large_list(pa.float32())
     schema = pa.schema(description | {name: array.type for name, array in further.items()} | tokens)
@@ -184,13 +185,13 @@ def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
 
 def further_columns(prompt: Prompt) -> dict[str, Any]:
     question = prompt.question
-    own = {name: value for name, value in prompt.columns.items() if not (type(value) is type(question) and value == question)}
-    return {name: _shortened(value) for name, value in own.items()}
-
-
-def _shortened(value: Any) -> Any:
-    text = value if isinstance(value, str) else _json(value)
-    return value if len(text) <= LONGEST_COLUMN else f"{text[:LONGEST_COLUMN]}... ({len(text)} characters)"
+    shortened = {}
+    for name, value in prompt.columns.items():
+        if not (type(value) is type(question) and value == question):
+            text = value if isinstance(value, str) else _json(value)
+            is_short = len(text) <= LONGEST_COLUMN
+            shortened[name] = value if is_short else f"{text[:LONGEST_COLUMN]}... ({len(text)} characters)"
+    return shortened
 
 
 def _json(value: Any) -> str:
@@ -232,22 +233,16 @@ def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -
     place = {number: place for place, number in enumerate(chain.from_iterable(rows.values()))}
     in_order = pa.array([place.get(number) for number in range(len(entries))], pa.int64())
     if KEPT_IDS in names:
-        joined = joined.with_columns(kept_ids=_widened(joined.ragged(KEPT_IDS), schema.field(KEPT_IDS).type.value_type.list_size))
+        kept = joined.ragged(KEPT_IDS)
+        missing = schema.field(KEPT_IDS).type.value_type.list_size - kept.values.shape[1]
+        values = torch.nn.functional.pad(kept.values, (0, missing), value=VECTORS[KEPT_IDS])
+        joined = joined.with_columns(kept_ids=Ragged(values, kept.offsets))
     return {name: as_array(joined[name]).take(in_order) for name in names}
 
 
 def _blocks(entries: Sequence[_Entry], fetch: Fetch) -> dict[Any, DataProto]:
     references = list(dict.fromkeys(entry.tokens.block for entry in entries if entry.tokens is not None))
     return {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}
-
-
-def _width_of_kept_ids(entries: Sequence[_Entry], fetch: Fetch) -> int:
-    return max((block.ragged(KEPT_IDS).values.shape[1] for block in _blocks(entries, fetch).values()), default=1)
-
-
-def _widened(column: Ragged, width: int) -> Ragged:
-    missing = width - column.values.shape[1]
-    return Ragged(torch.nn.functional.pad(column.values, (0, missing), value=VECTORS[KEPT_IDS]), column.offsets)
 
 
 def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:

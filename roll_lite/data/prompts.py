@@ -149,7 +149,7 @@ class _Loader:
                 if (read := self._read(row)) is not None:
                     chunk.append(read)
             except ValueError as error:
-                self._mistake(row, str(error))
+                self.mistakes.append((row.file, row.number, f"{row.place}: {error}"))
             if len(chunk) >= (ROWS_AT_ONCE if limit is None else min(ROWS_AT_ONCE, limit)):
                 self._tokenize(chunk, limit)
                 chunk = []
@@ -201,14 +201,12 @@ class _Loader:
             if bounds is not None and not bounds[0] <= len(ids) <= bounds[1]:
                 self.prompts.left_out[f"whose prompt has not {bounds[0]} to {bounds[1]} tokens"] += 1
             elif not ids:
-                self._mistake(read.row, f"column {self._data.prompt!r}: no tokens at all")
+                mistake = f"{read.row.place}: column {self._data.prompt!r}: no tokens at all"
+                self.mistakes.append((read.row.file, read.row.number, mistake))
             elif len(ids) > self._longest:
                 self.too_long.append((len(ids), read.row.place))
             else:
                 self.prompts.add(read.text, ids, read.answer, read.columns, read.weight, read.question)
-
-    def _mistake(self, row: Row, problem: str) -> None:
-        self.mistakes.append((row.file, row.number, f"{row.place}: {problem}"))
 
 
 def _too_long(domain: str, config: DomainConfig, loader: _Loader) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from roll_lite.config.schema.domains import DataFiles
 from roll_lite.files import elsewhere, first_line, is_file, kind_of, listing, read_json, read_object
-from roll_lite.hub import HubPath, data_files, split_of
+from roll_lite.hub import HubPath, fetch, split_of
 
 TABLES = (".parquet", ".arrow")
 """Suffixes of files that declare their columns."""
@@ -47,7 +47,7 @@ def paths_of(files: DataFiles | None) -> list[Path]:
 def shards_of(path: Path) -> list[Path]:
     """Return a path's data files. ValueError for a folder with different formats or splits, unless Hugging Face `datasets` saved it."""
     if isinstance(path, HubPath):
-        return [_file(file) for file in data_files(path)]
+        return [_file(file) for file in fetch(path)]
     found = kind_of(path)
     if found is None:
         raise ValueError(f"no such file: {path}{elsewhere(path)}")
@@ -129,16 +129,11 @@ def shard_rows(file: Path, columns: Sequence[str] | None = None) -> Iterator[Row
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     with path.open("rb") as file:
         is_list = path.suffix == ".json" and file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
-    if not is_list:
-        yield from _json_lines(path)
+    if is_list:
+        for number, row in enumerate(read_json(path), start=1):
+            yield number, _if_object(row)
         return
-    for number, row in enumerate(read_json(path), start=1):
-        yield number, _if_object(row)
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (line number, row or error). Reads bytes, so that invalid UTF-8 is an error of its line only."""
-    with path.open("rb") as lines:
+    with path.open("rb") as lines:  # bytes, so that invalid UTF-8 is an error of its line only
         for number, line in enumerate(lines, start=1):
             raw = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if raw.strip():

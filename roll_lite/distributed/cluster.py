@@ -68,9 +68,23 @@ def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args
 
 
 def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
-    slot = spec.slots[rank]
+    slot, log = spec.slots[rank], log_file(spec.log_folder, spec.name, rank)
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(spec.slots)),
+        "LOCAL_RANK": str(slot.local_rank),
+        "OMP_NUM_THREADS": str(spec.threads),
+        ROLE: spec.name,
+        PLACED: slot.placed,
+    }
+    if log:
+        environment[LOG_FILE] = str(log)
+    if slot.own_gpus:
+        environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "0"  # let Ray choose the GPUs
+    if slot.gpus:
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     resources = {"num_cpus": 0, "num_gpus": slot.own_gpus}
-    return {**resources, "scheduling_strategy": slot.strategy, "runtime_env": {"env_vars": _environment(spec, rank, slot)}}
+    return {**resources, "scheduling_strategy": slot.strategy, "runtime_env": {"env_vars": {**environment, **spec.env}}}
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
@@ -86,36 +100,13 @@ def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None
     return ray.remote(concurrency_groups={"watch": WATCH_THREADS})(worker_class), {"concurrency_group": "watch"}
 
 
-def _environment(spec: ClusterSpec, rank: int, slot: Slot) -> dict[str, str]:
-    log = log_file(spec.log_folder, spec.name, rank)
-    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if slot.gpus else {}
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(len(spec.slots)),
-        "LOCAL_RANK": str(slot.local_rank),
-        "OMP_NUM_THREADS": str(spec.threads),
-        ROLE: spec.name,
-        PLACED: slot.placed,
-        **({LOG_FILE: str(log)} if log else {}),
-        **({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"} if slot.own_gpus else {}),  # let Ray choose the GPUs
-        **gpus,
-        **spec.env,
-    }
-
-
 class Cluster(Generic[W_co]):
     def __init__(self, group: RankGroup, spec: ClusterSpec) -> None:
         self.group = group
+        self.name = group.name
+        self.world_size = len(group.actors)
         self._spec = spec
         self._layouts: list[RankLayout] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.group.name
-
-    @property
-    def world_size(self) -> int:
-        return len(self.group.actors)
 
     @property
     def actors(self) -> list[Any]:

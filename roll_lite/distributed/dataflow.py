@@ -128,7 +128,9 @@ class Batch:
 
     def add(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
-            places = self._places(block)
+            unknown = block.samples[~np.isin(block.samples, self._samples)]
+            assert not len(unknown), f"a block with {', '.join(block.keys)} has rows for samples {unknown}, not in this batch"
+            places = self._order[np.searchsorted(self._samples, block.samples, sorter=self._order)]
             for key in block.keys:
                 assert key not in self.rows, f"column {key!r} comes in a block, but the batch's rows have it already"
                 held, row = self._where.setdefault(key, (np.full(len(self), NOWHERE), np.full(len(self), NOWHERE)))
@@ -172,8 +174,3 @@ class Batch:
                 return before
             before += len(block.refs)
         raise AssertionError(f"no object of the store has the column {key!r}")
-
-    def _places(self, block: Block) -> np.ndarray:
-        unknown = block.samples[~np.isin(block.samples, self._samples)]
-        assert not len(unknown), f"a block with {', '.join(block.keys)} has rows for samples {unknown}, not in this batch"
-        return self._order[np.searchsorted(self._samples, block.samples, sorter=self._order)]

@@ -128,16 +128,14 @@ def failure_text(error: BaseException, log_file: Path | None) -> str:
         return f"{cause or message}{_last_lines(log_file)}" if names_cause else f"{cause or message}\n\n{text}"
     if not is_death(error):
         return f"{type(error).__name__}: {text}"
-    return f"{_death(text)}{_last_lines(log_file)}"
-
-
-def _death(text: str) -> str:
     if "creation task" in text:
-        return f"it could not be constructed\n\n{text}"
-    detail = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: Some common causes include|$)", text, re.DOTALL)
-    pid = re.search(r"pid: (\d+)", text)
-    process = f"its process {pid.group(1)}" if pid else "its process"
-    return f"{process} died ({detail.group(1)}: {detail.group(2).strip()})" if detail else f"{process} died\n\n{text}"
+        death = f"it could not be constructed\n\n{text}"
+    else:
+        detail = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: Some common causes include|$)", text, re.DOTALL)
+        pid = re.search(r"pid: (\d+)", text)
+        process = f"its process {pid.group(1)}" if pid else "its process"
+        death = f"{process} died ({detail.group(1)}: {detail.group(2).strip()})" if detail else f"{process} died\n\n{text}"
+    return f"{death}{_last_lines(log_file)}"
 
 
 def _logged_cause(log_file: Path | None) -> str | None:

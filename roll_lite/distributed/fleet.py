@@ -64,10 +64,6 @@ class _Seat(Generic[M]):
     at_work: int = 0
     cause: str = ""
 
-    @property
-    def rests(self) -> bool:
-        return not self.at_work and self.state is not MemberState.STARTING
-
 
 class Fleet(Generic[M]):
     """Starts, watches and restarts members.
@@ -171,7 +167,8 @@ class Fleet(Generic[M]):
         """Wait until no member is busy or starting. Inside the block, members get no work and are not restarted."""
         self._drains += 1
         try:
-            await self._until(lambda: self.end is not None or all(seat.rests for seat in self._seats.values()))
+            seats = self._seats.values()
+            await self._until(lambda: self.end is not None or not any(seat.at_work or seat.state is MemberState.STARTING for seat in seats))
             yield
         finally:
             self._drains -= 1

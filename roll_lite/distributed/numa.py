@@ -13,7 +13,10 @@ def bind_to_gpu(properties: Any, root: Path = Path("/")) -> set[int]:
     device, allowed = root / "sys/bus/pci/devices" / place, os.sched_getaffinity(0)
     try:
         node, near = int((device / "numa_node").read_text()), _numbers(device / "local_cpulist") & allowed
-        if node < 0 or allowed != _given(root) or len(near) in (0, len(allowed)):
+        group = (root / "proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+        of_group = root / "sys/fs/cgroup" / group / "cpuset.cpus.effective"
+        given = _numbers(of_group if of_group.is_file() else root / "sys/devices/system/cpu/online")
+        if node < 0 or allowed != given or len(near) in (0, len(allowed)):
             return set()
     except (OSError, ValueError):
         return set()
@@ -21,12 +24,6 @@ def bind_to_gpu(properties: Any, root: Path = Path("/")) -> set[int]:
         with suppress(OSError):  # the thread has ended, or its CPUs have changed
             os.sched_setaffinity(int(thread.name), near)
     return near
-
-
-def _given(root: Path) -> set[int]:
-    group = (root / "proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-    of_group = root / "sys/fs/cgroup" / group / "cpuset.cpus.effective"
-    return _numbers(of_group if of_group.is_file() else root / "sys/devices/system/cpu/online")
 
 
 def _numbers(file: Path) -> set[int]:

@@ -70,8 +70,19 @@ class Placement:
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         wanted = _Wanted("GPU" if gpus else "CPU", numbers, self.roles, timeout_s, time.monotonic() + timeout_s)
         self._kind = wanted.kind
-        self.group, order = _anywhere(wanted) if layout is None or layout.nodes is None else _on_nodes(wanted, layout)
-        self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
+        if layout is None or layout.nodes is None:
+            size = 1.0 if gpus else _cpu_slot(len(numbers))
+            self.group = _reserve(wanted, size, timeout_s) or _no_room(wanted, size)
+            order = [node.id for node in _nodes(wanted.kind)]
+        else:
+            self.group, order = _on_nodes(wanted, layout)
+        nodes = placement_group_table(self.group)["bundles_to_node_id"]
+        own_gpus = _gpu_numbers(self.group, range(len(numbers))) if gpus else [None] * len(numbers)
+        devices = [Device(bundle, nodes[bundle], gpu) for bundle, gpu in enumerate(own_gpus)]
+        # A node that has just joined may not be listed yet.
+        order = [*order, *sorted({device.node for device in devices} - set(order))]
+        devices.sort(key=lambda device: (order.index(device.node), _gpu_order(device.gpu or "0"), device.bundle))
+        self.devices = dict(zip(numbers, devices, strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
         """Return slots in rank order. A worker gets consecutive devices; workers that share a device have consecutive ranks."""
@@ -184,12 +195,6 @@ class _Wanted:
     deadline: float
 
 
-def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
-    size = 1.0 if wanted.kind == "GPU" else _cpu_slot(len(wanted.numbers))
-    group = _reserve(wanted, size, wanted.timeout_s)
-    return group or _no_room(wanted, size), [node.id for node in _nodes(wanted.kind)]
-
-
 def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup, list[str]]:
     counts = Counter(number // layout.devices_per_node for number in wanted.numbers)
     while True:
@@ -212,7 +217,7 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
             if found is not None and len(nodes) >= layout.nodes:
                 return found
         if time.monotonic() > wanted.deadline:
-            told, there = describe(nodes_of(layout)), describe([(node.address, int(node.devices)) for node in nodes], _words(wanted.kind))
+            told, there = describe(nodes_of(layout)), _described(nodes, wanted.kind)
             unused = f"{sum(free.values()):g} of them free ({', '.join(f'{node.address}: {free.get(node.id, 0.0):g}' for node in nodes)})"
             waited = f"after {wanted.timeout_s:g} s the cluster has {there}, {unused}"
             raise PlacementTimeout(f"placement.nodes: the run wants {told}; {waited}")
@@ -237,8 +242,8 @@ def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> di
     return found
 
 
-def _words(kind: str) -> str:
-    return "GPUs" if kind == "GPU" else "cores"
+def _described(nodes: Sequence[Node], kind: str) -> str:
+    return describe([(node.address, int(node.devices)) for node in nodes], "GPUs" if kind == "GPU" else "cores")
 
 
 def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Node] = ()) -> PlacementGroup | None:
@@ -259,22 +264,13 @@ def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Nod
 
 def _no_room(wanted: _Wanted, size: float) -> NoReturn:
     free = ray.available_resources().get(wanted.kind, 0)
-    has = describe([(node.address, int(node.devices)) for node in _nodes(wanted.kind)], _words(wanted.kind))
+    has = _described(_nodes(wanted.kind), wanted.kind)
     roles = "; ".join(f"{role}: {ranges(devices)}" for role, devices in wanted.roles.items())
     devices = f"{len(wanted.numbers)} of {size:g} {wanted.kind} each ({roles})"
     raise PlacementTimeout(
         f"no room for the run's devices after {wanted.timeout_s:g} s. Wanted: {devices}. "
         f"The cluster has {has}, {free:g} of them free. Use fewer devices, wait for other jobs, or raise ray.placement_timeout_s."
     )
-
-
-def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequence[str]) -> list[Device]:
-    placed = placement_group_table(group)["bundles_to_node_id"]
-    numbers = _gpu_numbers(group, range(count)) if gpus else [None] * count
-    devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]
-    # A node that has just joined may not be listed yet.
-    order = [*order, *sorted({device.node for device in devices} - set(order))]
-    return sorted(devices, key=lambda device: (order.index(device.node), _gpu_order(device.gpu or "0"), device.bundle))
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:

@@ -211,7 +211,9 @@ def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
             with WATCHDOG.over(_own_servers()):
                 yield context.address_info["address"]
         finally:
-            _end_stopped_servers()
+            for process in _own_servers():
+                if is_stopped(process):  # by SIGSTOP: ray.shutdown would wait for it
+                    process.kill()
             _disconnect()
 
 
@@ -241,13 +243,6 @@ def _reap_orphans(own: Collection[int]) -> None:
 
 def _own_servers() -> list[psutil.Process]:
     return [process for process in psutil.Process().children() if process.name() in SERVERS]
-
-
-def _end_stopped_servers() -> None:
-    """Kill Ray's servers that are stopped (SIGSTOP), since ray.shutdown would wait for them."""
-    for process in _own_servers():
-        if is_stopped(process):
-            process.kill()
 
 
 def _disconnect() -> None:
@@ -296,11 +291,22 @@ def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)
-    guard = _start_guard(folder, mark, run_folder)
+    # -I -S: only the standard library, for a fast start. start_new_session: Ctrl-C does not reach the guard.
+    command = [sys.executable, "-I", "-S", session_guard.__file__, str(os.getpid()), mark, str(folder)]
+    if run_folder is not None:
+        command.append(str(run_folder.resolve() / SUMMARY_FILE))
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         yield folder, mark
     finally:
-        _dismiss(guard, folder)
+        assert guard.stdin is not None
+        try:
+            guard.stdin.write(b".")
+            guard.stdin.close()
+            guard.wait(session_guard.PATIENCE_SECONDS + 5)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            logger.warning("the guard of the Ray session did not end as it should; removing %s without it", folder)
+            session_guard.remove_session(folder)
 
 
 def _make_folder() -> Path:
@@ -316,11 +322,7 @@ def _make_folder() -> Path:
 def _identity(process: int) -> str:
     """Return a process's unique name: pid, start time and pid namespace. Pids alone are reused."""
     start_tick = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{process} {start_tick} {_process_namespace()}"
-
-
-def _process_namespace() -> str:
-    return str(Path("/proc/self/ns/pid").readlink())
+    return f"{process} {start_tick} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _purge(base: Path) -> None:
@@ -330,36 +332,14 @@ def _purge(base: Path) -> None:
             process, _, namespace = owner.split(" ")
         except (OSError, ValueError):
             continue
-        if namespace != _process_namespace():
+        if namespace != str(Path("/proc/self/ns/pid").readlink()):
             continue
-        if not _is_alive(int(process), owner):
+        try:
+            is_alive = _identity(int(process)) == owner
+        except FileNotFoundError:
+            is_alive = False
+        if not is_alive:
             logger.info("removing %s, left behind by process %s", folder, process)
             if (folder / MARK_FILE).is_file():
                 session_guard.end_processes((folder / MARK_FILE).read_text(), folder, grace_s=0.0)
             session_guard.remove_session(folder)
-
-
-def _is_alive(process: int, identity: str) -> bool:
-    try:
-        return _identity(process) == identity
-    except FileNotFoundError:
-        return False
-
-
-def _start_guard(folder: Path, mark: str, run_folder: Path | None) -> subprocess.Popen[bytes]:
-    # -I -S: only the standard library, for a fast start. start_new_session: Ctrl-C does not reach the guard.
-    command = [sys.executable, "-I", "-S", session_guard.__file__, str(os.getpid()), mark, str(folder)]
-    if run_folder is not None:
-        command.append(str(run_folder.resolve() / SUMMARY_FILE))
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-
-
-def _dismiss(guard: subprocess.Popen[bytes], folder: Path) -> None:
-    assert guard.stdin is not None
-    try:
-        guard.stdin.write(b".")
-        guard.stdin.close()
-        guard.wait(session_guard.PATIENCE_SECONDS + 5)
-    except (BrokenPipeError, subprocess.TimeoutExpired):
-        logger.warning("the guard of the Ray session did not end as it should; removing %s without it", folder)
-        session_guard.remove_session(folder)

@@ -145,7 +145,9 @@ class Watchdog:
             if self._lost is None and (cause := self._loss()):
                 self._lost, self._lost_at = cause, time.monotonic()
             if cause := self._stuck():
-                give_up(f"{cause}\n\nthe driver stands at\n{_stack(main)}")
+                frame = sys._current_frames().get(main)
+                stack = "".join(traceback.format_stack(frame)[-10:]) if frame else ""
+                give_up(f"{cause}\n\nthe driver stands at\n{stack}")
                 return
 
     def _stuck(self) -> str | None:
@@ -168,8 +170,3 @@ class Watchdog:
 
 
 WATCHDOG = Watchdog()
-
-
-def _stack(thread: int) -> str:
-    frame = sys._current_frames().get(thread)
-    return "".join(traceback.format_stack(frame)[-10:]) if frame else ""

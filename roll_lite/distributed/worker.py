@@ -26,8 +26,6 @@ from roll_lite.distributed.place import Place
 from roll_lite.distributed.placement import find_gpus
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     from roll_lite.distributed.strategy.base import RankLayout
 
 ROLE = "ROLL_LITE_ROLE"
@@ -92,15 +90,26 @@ class Worker:
         """Create the process group (collective): gloo for host memory, and NCCL with GPUs."""
         import torch
         import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        address = Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         use_interface_of(ray.util.get_node_ip_address())
         if torch.cuda.is_available():
             torch.cuda.set_device(self.local_rank)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        store = process_group_store(address, self.world_size, self._listener, timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+        listener = self._listener
+        store = TCPStore(
+            host,
+            port,
+            self.world_size,
+            is_master=listener is not None,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener else None,
+        )
         self._listener = None
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
 
     # ------------------------------------------------------------ facts
 
@@ -143,21 +152,6 @@ class AsyncWorker(Worker):
 
     async def stand(self) -> Stand:  # type: ignore[override]
         return Stand({}, [], f"{other_stacks()}\n{task_stacks()}")
-
-
-def process_group_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
-    # torch takes seconds to import, and workers without a process group never need it
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(
-        address.host,
-        address.port,
-        world_size,
-        is_master=listener is not None,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach() if listener else None,
-    )
 
 
 def reserve_port(host: str, port: int = 0) -> socket.socket:

@@ -109,7 +109,11 @@ class HfConfig:
     @property
     def _weights_per_hidden(self) -> float:
         """Weights that a token uses in a layer, divided by `hidden`; mean over layers."""
-        widths = [self._used_feed_forward(layer) for layer in range(self.layers)]
+        experts = self.experts
+        widths = [
+            self.feed_forward if experts is None or not experts.layers[layer] else experts.per_token * experts.feed_forward
+            for layer in range(self.layers)
+        ]
         return (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
 
     def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
@@ -117,12 +121,6 @@ class HfConfig:
         instead of LM head."""
         shape = {name: value for name, value in asdict(self).items() if name not in NOT_IN_TENSORS}
         return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
-
-    def _used_feed_forward(self, layer: int) -> int:
-        """Feed-forward size that a token uses, summed over its experts."""
-        if self.experts is None or not self.experts.layers[layer]:
-            return self.feed_forward
-        return self.experts.per_token * self.experts.feed_forward
 
 
 def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:

@@ -173,17 +173,14 @@ def weight_shapes(hf: HfConfig) -> dict[str, tuple[int, ...]]:
             layer[f"self_attn.{part}_norm.weight"] = (hf.head_dim,)
     whole: dict[str, tuple[int, ...]] = {EMBEDDING: (hf.vocab_size, hf.hidden), "model.norm.weight": (hf.hidden,)}
     for number in range(hf.layers):
-        whole |= {f"model.layers.{number}.{name}": shape for name, shape in (layer | _feed_forward_weights(hf, number)).items()}
+        if hf.experts is None or not hf.has_experts(number):
+            mlp = _one_feed_forward("mlp", hf.hidden, hf.feed_forward)
+        else:
+            mlp = {"mlp.gate.weight": (hf.experts.count, hf.hidden)}
+            for expert in range(hf.experts.count):
+                mlp |= _one_feed_forward(f"mlp.experts.{expert}", hf.hidden, hf.experts.feed_forward)
+        whole |= {f"model.layers.{number}.{name}": shape for name, shape in (layer | mlp).items()}
     return whole
-
-
-def _feed_forward_weights(hf: HfConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    if hf.experts is None or not hf.has_experts(layer):
-        return _one_feed_forward("mlp", hf.hidden, hf.feed_forward)
-    found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (hf.experts.count, hf.hidden)}
-    for expert in range(hf.experts.count):
-        found |= _one_feed_forward(f"mlp.experts.{expert}", hf.hidden, hf.experts.feed_forward)
-    return found
 
 
 def _one_feed_forward(place: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:

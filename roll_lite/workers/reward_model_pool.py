@@ -16,7 +16,7 @@ from roll_lite.distributed.fleet import Policy, until_silent
 from roll_lite.distributed.liveness import first_of
 from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
-from roll_lite.distributed.strategy.build import STRATEGIES
+from roll_lite.distributed.strategy.build import CONNECTS_RANKS
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction
 from roll_lite.rewards.model import ModelReward, ScoredText, zero_base
 from roll_lite.rewards.registry import typed_reward
@@ -69,7 +69,7 @@ class Ranks:
         self.guilty: Copy | None = None
         self._actors = list(actors)
         self._places: list[Place] = []
-        self._are_connected = STRATEGIES[config.strategy.name].connects_ranks
+        self._are_connected = CONNECTS_RANKS[config.strategy.name]
         self._is_resident = None if config.offload else True
         """None: unknown, since a lost rollout service may have left the model on its devices."""
         self._moving = asyncio.Lock()
@@ -81,7 +81,7 @@ class Ranks:
 
     @staticmethod
     def of(model: str, actors: Sequence[Any], config: RewardModelConfig) -> list[Ranks]:
-        parts = [actors] if STRATEGIES[config.strategy.name].connects_ranks else [[actor] for actor in actors]
+        parts = [actors] if CONNECTS_RANKS[config.strategy.name] else [[actor] for actor in actors]
         return [Ranks(model, part, config) for part in parts]
 
     async def start(self) -> None:

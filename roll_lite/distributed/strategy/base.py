@@ -311,10 +311,7 @@ Report = Callable[[RequestProgress], None]
 
 class InferenceStrategy(ABC):
     life: EngineLife
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return ()
+    notes: Sequence[str] = ()
 
     async def preload(self) -> None:  # noqa: B027 (only saves time)
         """Import the engine's package, which takes seconds, while other components start."""

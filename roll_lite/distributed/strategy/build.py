@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from roll_lite.config.problems import Problem, or_nearest
 from roll_lite.config.schema.models import (
     EngineStrategyConfig,
+    HfStrategyConfig,
     InferStrategyConfig,
+    MegatronStrategyConfig,
     SglangStrategyConfig,
     VllmStrategyConfig,
 )
@@ -24,35 +25,25 @@ if TYPE_CHECKING:
     from roll_lite.distributed.strategy.inference.make import EnginePart
 
 
-def _megatron(spec: ModelSpec) -> ForwardStrategy:
-    from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
-
-    return MegatronStrategy(spec)
-
-
-def _hf(spec: ModelSpec) -> ForwardStrategy:
-    from roll_lite.distributed.strategy.hf import HfRewardStrategy
-
-    return HfRewardStrategy(spec)
-
-
 ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang": sglang.check_version}
 """{engine name: function that returns the installed version}. The functions raise NotInstalled, or RuntimeError for an unsupported
 version."""
 
 
-@dataclass(frozen=True)
-class ModelStrategy:
-    build: Callable[[ModelSpec], ForwardStrategy]
-    connects_ranks: bool
-    """True if all ranks share a process group, so that none can be replaced alone."""
-
-
-STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
+CONNECTS_RANKS: Mapping[str, bool] = {"megatron": True, "hf": False}
+"""{strategy of a model: True if all ranks share a process group, so that none can be replaced alone}."""
 
 
 def build_model(spec: ModelSpec) -> ForwardStrategy:
-    return STRATEGIES[spec.strategy.name].build(spec)
+    match spec.strategy:
+        case MegatronStrategyConfig():
+            from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+
+            return MegatronStrategy(spec)
+        case HfStrategyConfig():
+            from roll_lite.distributed.strategy.hf import HfRewardStrategy
+
+            return HfRewardStrategy(spec)
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:

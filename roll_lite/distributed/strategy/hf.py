@@ -68,15 +68,12 @@ class HfRewardStrategy(ForwardStrategy):
         no_cache = {"use_cache": False} if hasattr(self._model.config, "use_cache") else {}
         hidden = self._model.base_model(**inputs, **no_cache).last_hidden_state
         ends = hidden[torch.arange(batch, device=self.device), (lengths - 1).to(self.device)]
-        return self._head(ends).squeeze(-1)
-
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the head in float32, as Megatron does: bfloat16 would round scores to two or three digits."""
         head = self._model.score
         if not isinstance(head, torch.nn.Linear):
-            return head(hidden)
+            return head(ends).squeeze(-1)
+        # In float32, as Megatron does: bfloat16 would round scores to two or three digits.
         bias = None if head.bias is None else head.bias.float()
-        return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
+        return torch.nn.functional.linear(ends.float(), head.weight.float(), bias).squeeze(-1)
 
     def load(self, groups: Iterable[StateGroup]) -> dict[str, int]:
         return self._mover.load({StateGroup.WEIGHTS} & set(groups))

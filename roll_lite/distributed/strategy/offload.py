@@ -60,7 +60,10 @@ class StateMover:
                 freed += copy.size
                 copy.storage.resize_(0)
         self._away.update(leaving)
-        _return_free_memory()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
+            trim(0)
         return {"freed": freed, "out": copied}
 
     def load(self, groups: Iterable[StateGroup]) -> dict[str, int]:
@@ -149,13 +152,6 @@ class StateMover:
             case StateGroup.OPTIMIZER:
                 if self._optimizer is not None:
                     yield from self._optimizer.tensors(with_moments=not self._optimizer.on_host)
-
-
-def _return_free_memory() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
-        trim(0)
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

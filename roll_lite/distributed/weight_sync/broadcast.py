@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
+from roll_lite.distributed.weight_sync.group import Announcement, TransferError, TransferGroup
 from roll_lite.distributed.weight_sync.memory import BucketSegment, GpuSegment, SharedSegment, open_shared, use_device_of, wait_for_device
 from roll_lite.distributed.weight_sync.plan import Channel, Route
 from roll_lite.distributed.weight_sync.transport import (
@@ -77,8 +77,13 @@ class _Addresses(Store):
 
 def connect_gloo(group: TransferGroup, prefix: str, rank: int, size: int) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    address = _own_address(group.membership.host, group.membership.port)
-    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+    # Use this machine's IP address on its route to the rendezvous. gloo's default, the host name, is often unreachable.
+    host, port = group.membership.host, group.membership.port
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        own = str(probe.getsockname()[0])
+    options._devices = [ProcessGroupGloo.create_device(hostname=own, lazy_init=False)]
     options._timeout = timedelta(seconds=group.membership.timeout_s)
     return ProcessGroupGloo(_Addresses(group, prefix), rank, size, options)
 
@@ -113,7 +118,7 @@ class _Broadcasts:
         use_device_of(buffer)
         try:
             with self._group.exchange():
-                self._group.meet(route, layout.announcement())
+                self._group.meet(route, Announcement(layout.signature))
                 self._broadcast(route, buffer[: layout.nbytes])
         except TransferError:
             self.close()
@@ -174,14 +179,6 @@ class _Broadcasts:
         for group in groups.values():
             if self._wire.polled:
                 group.abort()  # gloo's groups close when the last reference is dropped
-
-
-def _own_address(host: str, port: int) -> str:
-    """Return this machine's IP address on its route to the rendezvous. gloo's default, the host name, is often unreachable."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 class BroadcastSender(BufferedSender):

@@ -157,6 +157,7 @@ class TransferGroup:
         assert 0 <= number < len(membership.members), f"member {number} of {len(membership.members)}"
         self.membership = membership
         self.number = number
+        self.name = membership.members[number]
         self.failure: str | None = None
         self._steps: defaultdict[Channel, int] = defaultdict(int)
         self._announced: defaultdict[Channel, deque[tuple[int, str]]] = defaultdict(deque)
@@ -169,14 +170,10 @@ class TransferGroup:
             self._check_epoch()
             if number == 0:
                 self.store.set(_EPOCH, str(membership.epoch))
-            self.store.set(self._joined(number), json.dumps(asdict(home or Home.here())))
-            joined = {self._joined(other): other for other in range(len(membership.members))}
-            self._await(joined, "join the transfer group")
-            self.homes = [Home.of(json.loads(said)) for said in self.store.multi_get(list(joined))]
-
-    @property
-    def name(self) -> str:
-        return self.membership.members[self.number]
+            joined = [f"{membership.epoch}/joined/{other}" for other in range(len(membership.members))]
+            self.store.set(joined[number], json.dumps(asdict(home or Home.here())))
+            self._await({key: other for other, key in enumerate(joined)}, "join the transfer group")
+            self.homes = [Home.of(json.loads(said)) for said in self.store.multi_get(joined)]
 
     @cached_property
     def trainer_on(self) -> dict[tuple[str, str], int]:
@@ -269,9 +266,6 @@ class TransferGroup:
 
     def _key(self, route: Route, step: int, moment: str, number: int) -> str:
         return f"{self.membership.epoch}/{route.sender}-{'.'.join(map(str, route.receivers))}/{step}/{moment}/{number}"
-
-    def _joined(self, number: int) -> str:
-        return f"{self.membership.epoch}/joined/{number}"
 
     @property
     def _broken_off(self) -> str:

@@ -121,19 +121,15 @@ def free_abandoned_exports(exported: Iterable[ExportedMemory], homes: Collection
     """Free exports that no reader will release and torch would keep: exports never opened, and exports of readers not in `homes`."""
     abandoned = [one for one in exported if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
-        count_down(one.export)
+        _, arguments = one.export
+        # Decrement torch's counter of the export's readers on behalf of the reader.
+        arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
     if abandoned:
         collect()
 
 
 def name_of_export(handle: str, reader: int) -> str:
     return hashlib.sha256(handle.split(";")[1 + reader].encode()).hexdigest()
-
-
-def count_down(one: Export) -> None:
-    """Decrement torch's counter of an export's readers on behalf of a reader."""
-    _, arguments = one
-    arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 
 
 def collect() -> None:

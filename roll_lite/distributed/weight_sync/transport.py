@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roll_lite.distributed.weight_sync.group import Announcement, Home, TransferError, TransferGroup
+from roll_lite.distributed.weight_sync.group import Announcement, TransferError, TransferGroup
 from roll_lite.distributed.weight_sync.memory import BucketSegment, ExportedMemory, Open, Watched, name_of_export, wait_for_device
 from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Route
 
@@ -30,7 +30,7 @@ class SendBuffers:
         self._make = make
         self._usual_nbytes = usual_nbytes
         self._readers = readers
-        self._segments: list[BucketSegment] = []
+        self.segments: list[BucketSegment] = []
         self.in_flight: deque[tuple[BucketSegment, Await]] = deque()
         self._kept: dict[int, set[str]] = {}
 
@@ -40,25 +40,20 @@ class SendBuffers:
             self.await_oldest()
         used = {id(segment) for segment, _ in self.in_flight}
         kept = set().union(*self._kept.values())
-        free = [one for one in self._segments if not (id(one) in used or one.handle in kept or one.is_kept() or len(one.whole) < nbytes)]
+        free = [one for one in self.segments if not (id(one) in used or one.handle in kept or one.is_kept() or len(one.whole) < nbytes)]
         if not free:
             free.append(self._make(max(nbytes, self._usual_nbytes), self._readers))
-            self._segments += free
+            self.segments += free
         return min(free, key=lambda segment: len(segment.whole))
 
     def await_oldest(self) -> None:
         self._kept.update(self.in_flight[0][1]())
         self.in_flight.popleft()
 
-    def exported_memory(self, readers: Sequence[Home]) -> Iterator[ExportedMemory]:
-        for segment in self._segments:
-            for place, export in enumerate(segment.exports):
-                yield ExportedMemory(readers[place], export, name_of_export(segment.handle, place))
-
     def close(self) -> None:
-        for segment in self._segments:
+        for segment in self.segments:
             segment.close()
-        self._segments.clear()
+        self.segments.clear()
         self.in_flight.clear()
 
 
@@ -126,7 +121,10 @@ class BufferedSender(TransportSender):
     def exported_memory(self) -> list[ExportedMemory]:
         homes = self.group.homes
         return [
-            one for (_, readers), buffers in self._buffers.items() for one in buffers.exported_memory([homes[reader] for reader in readers])
+            ExportedMemory(homes[readers[place]], export, name_of_export(segment.handle, place))
+            for (_, readers), buffers in self._buffers.items()
+            for segment in buffers.segments
+            for place, export in enumerate(segment.exports)
         ]
 
     @abstractmethod
@@ -171,9 +169,6 @@ class FlatLayout:
     nbytes: int
     signature: str
 
-    def announcement(self, handle: str = "") -> Announcement:
-        return Announcement(self.signature, handle)
-
 
 def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
     offsets = []
@@ -205,7 +200,7 @@ def _view(buffer: torch.Tensor, spec: ExportedTensor, offset: int) -> torch.Tens
 class FetchSender(BufferedSender):
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
         step = self.group.step(route)
-        self.group.announce(route, step, "here", layout.announcement(segment.handle))
+        self.group.announce(route, step, "here", Announcement(layout.signature, segment.handle))
 
         def done() -> Mapping[int, set[str]]:
             return {receiver: set(said.handle.split()) for receiver, said in self.group.await_announcements(route, step, "done").items()}
@@ -234,7 +229,7 @@ class FetchReceiver(TransportReceiver):
         with self.group.exchange():
             step = self.group.step(route)
             heard = self.group.await_announcements(route, step, "here")
-            self.group.compare(layout.announcement(), heard)
+            self.group.compare(Announcement(layout.signature), heard)
             segment = self._segment(route, heard[route.sender].handle)
             self._received.append((route, step))
             return unflatten(segment.whole, route.tensors, layout)
@@ -260,7 +255,7 @@ class FetchReceiver(TransportReceiver):
                 wait_for_device(segment.whole)
             for route, step in received:
                 kept = [handle for handle, segment in self._opened[route.sender].items() if segment.is_kept()]
-                self.group.announce(route, step, "done", flat_layout(route.tensors).announcement(" ".join(kept)))
+                self.group.announce(route, step, "done", Announcement(flat_layout(route.tensors).signature, " ".join(kept)))
 
     def close(self) -> None:
         super().close()

@@ -32,9 +32,6 @@ class WeightUpdate:
         if missing:
             raise RuntimeError(f"weight update: {len(missing)} tensors have not arrived, among them {', '.join(missing[:5])}")
 
-    def dtypes(self) -> dict[str, str]:
-        return {tensor.name: str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors}
-
 
 def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
     """Read tensor shapes from safetensors headers. `tied`: omit `lm_head.weight`, which shares the embedding."""
@@ -56,25 +53,18 @@ def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
 
 def check_tensors(tensors: Sequence[ExportedTensor], shapes: Shapes) -> None:
     names = [tensor.name for tensor in tensors]
-    problems = [
-        *_listed("unknown to the model", sorted(set(names) - shapes.keys())),
-        *_listed("missing", sorted(shapes.keys() - set(names))),
-        *_listed("announced twice", sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ())),
-        *_listed(
-            "of the wrong shape",
-            [
-                f"{tensor.name} {tuple(tensor.shape)} instead of {shapes[tensor.name]}"
-                for tensor in tensors
-                if tensor.name in shapes and tuple(tensor.shape) != shapes[tensor.name]
-            ],
-        ),
-    ]
-    if problems:
+    wrong = {
+        "unknown to the model": sorted(set(names) - shapes.keys()),
+        "missing": sorted(shapes.keys() - set(names)),
+        "announced twice": sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()),
+        "of the wrong shape": [
+            f"{tensor.name} {tuple(tensor.shape)} instead of {shapes[tensor.name]}"
+            for tensor in tensors
+            if tensor.name in shapes and tuple(tensor.shape) != shapes[tensor.name]
+        ],
+    }
+    if problems := [f"{what}: {listed(those)}" for what, those in wrong.items() if those]:
         raise ValueError("weight update refused, the engine keeps its weights: " + "; ".join(problems))
-
-
-def _listed(what: str, names: Sequence[str]) -> list[str]:
-    return [f"{what}: {listed(names)}"] if names else []
 
 
 _CHUNK = 1 << 22

@@ -23,6 +23,7 @@ from roll_lite.distributed.weight_sync import memory, transport
 from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, BroadcastSender, Wire, connect_gloo, connect_nccl
 from roll_lite.distributed.weight_sync.endpoints import SIDE_BY_SIDE, TRANSPORTS, WeightSender, link, split_by_transport, transport_of
 from roll_lite.distributed.weight_sync.group import (
+    Announcement,
     Home,
     StaleEpoch,
     TransferError,
@@ -165,7 +166,7 @@ def test_buffers_on_a_gpu_are_two_however_much_buckets_differ_in_size() -> None:
         receiver.release()
     sending.result(10)
     (buffers,) = sender._buffers.values()
-    assert [len(segment.whole) for segment in buffers._segments] == [flat_layout(plan.routes[-1].tensors).nbytes] * BUCKETS_AHEAD
+    assert [len(segment.whole) for segment in buffers.segments] == [flat_layout(plan.routes[-1].tensors).nbytes] * BUCKETS_AHEAD
     alone = replace(plan.routes[0], tensors=plan.routes[0].tensors[:1])
     assert replace(plan, routes=(alone,)).membership(1, "auto", "", 0, 1.0).bucket_nbytes == 0
     members.close()
@@ -190,7 +191,7 @@ def test_exported_memory_is_used_again_when_every_reader_is_done_and_keeps_nothi
             receiver.receive(route)
             receiver.release()
     sending.result(10)
-    assert len(sender._buffers[plan.routes[0].channel]._segments) == BUCKETS_AHEAD + 1, "one more than without what is kept"
+    assert len(sender._buffers[plan.routes[0].channel].segments) == BUCKETS_AHEAD + 1, "one more than without what is kept"
     assert torch.equal(kept, state["w1"])
     members.close()
 
@@ -368,7 +369,7 @@ def test_what_somebody_is_lost_in_ends_with_the_epoch(made: bool, monkeypatch: p
     (sender,), (receiver,) = members.halves("trainer"), members.halves("engine")
     route = plan.routes[0]
     sender.send(route, state)
-    receiver.group.meet(route, flat_layout(route.tensors).announcement())  # it comes, and is lost before it takes its part
+    receiver.group.meet(route, Announcement(flat_layout(route.tensors).signature))  # it comes, and is lost before it takes its part
     finishing = members.pool.submit(sender.finish)
     with pytest.raises(TimeoutError):
         finishing.result(0.3)

@@ -8,6 +8,7 @@ import pytest
 from transfer_members import Members, assert_equal, deliver, fresh, half, make_plan
 
 from roll_lite.distributed.weight_sync.group import (
+    Announcement,
     StaleEpoch,
     TransferError,
     TransferTimeout,
@@ -111,7 +112,7 @@ def test_a_sender_that_stops_keeps_nobody_until_the_time_is_up(bucket: int) -> N
             future.result(20)
     route = plan.routes[bucket]
     taking = [members.pool.submit(receiver.receive, route) for receiver in receivers]
-    sender.group.meet(route, flat_layout(route.tensors).announcement())
+    sender.group.meet(route, Announcement(flat_layout(route.tensors).signature))
     with pytest.raises(TimeoutError):
         taking[0].result(0.3)
     interrupt(rendezvous_client("127.0.0.1", members.store.port), 2)

@@ -78,7 +78,7 @@ def held_layers(path: str, model: nn.Module) -> list[str]:
 
 
 def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
-    tensors = {"weight": _matrix(module, _columns(module))}
+    tensors = {"weight": _matrix(module, int(getattr(module, "input_size_per_partition", module.input_size)))}
     if module.bias is not None:
         tensors["bias"] = module.bias.detach()
     for kind, tensor in tensors.items():
@@ -103,10 +103,6 @@ def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, l
                 continue
             for worker, whole in enumerate(layers.whole(tensor[None], 0)):
                 yield f"{path}.{worker * here + number}.{part}.weight", whole
-
-
-def _columns(module: Any) -> int:
-    return int(getattr(module, "input_size_per_partition", module.input_size))
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:

@@ -94,10 +94,6 @@ class EngineLife:
         self._make = make
         self._died = asyncio.Event()
 
-    @property
-    def held_up(self) -> bool:
-        return self.state not in (EngineState.SERVING, EngineState.PAUSED)
-
     async def until_dead(self) -> str:
         await self._died.wait()
         assert self.failure is not None

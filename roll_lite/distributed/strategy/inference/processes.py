@@ -34,10 +34,6 @@ class EngineProcesses:
         self.all = [process for process in found.values() if not cleans_up(process)]
         self._shared = _left_behind(self.all)
 
-    @property
-    def watched(self) -> bool:
-        return bool(self.all)
-
     def running(self) -> bool:
         return all(is_running(process) for process in self.all)
 

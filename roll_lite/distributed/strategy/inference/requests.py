@@ -60,15 +60,12 @@ class ProgressReports:
                 found = await self._query(flights, parts) if flights else ()
             except Exception:  # the engine failed; its requests will report that
                 found = [None] * len(flights)
-            self._report(flights, found)
+            for flight, progress in zip(flights, found, strict=True):
+                if progress is not None and flight in self.flights:
+                    flight.begun = True
+                    flight.reported += len(progress.part.token_ids) if progress.part is not None else 0
+                    flight.report(progress)
             await asyncio.sleep(BEGUN_POLL_S)
-
-    def _report(self, flights: Sequence[InFlight], found: Sequence[RequestProgress | None]) -> None:
-        for flight, progress in zip(flights, found, strict=True):
-            if progress is not None and flight in self.flights:
-                flight.begun = True
-                flight.reported += len(progress.part.token_ids) if progress.part is not None else 0
-                flight.report(progress)
 
 
 def stop_overlap_tokens(request: GenerationRequest) -> int:

@@ -32,19 +32,16 @@ class Scratch:
         while lock is None:
             self.path = tempfile.mkdtemp(prefix=prefix, dir=base)
             lock = _locked(self.path)
-        self._remove = weakref.finalize(self, _remove_in, os.getpid(), self.path, lock)
+        self.remove = weakref.finalize(self, _remove_in, os.getpid(), self.path, lock)
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
-        prefix = _call_semaphores(_semaphores_of(self.path))
+        prefix = _call_semaphores(f"/{Path(self.path).name}")
         try:
             with changed_environment(dict.fromkeys(self._variables, self.path)):
                 yield
         finally:
             _call_semaphores(prefix)
-
-    def remove(self) -> None:
-        self._remove()
 
 
 def _remove_in(pid: int, path: str, lock: int) -> None:
@@ -81,11 +78,7 @@ def _clear_if_abandoned(folder: Path) -> None:
 def name_semaphores() -> None:
     """Name this process's semaphores after the scratch folder, so that they are removed with it. For engine processes started without
     multiprocessing or outside `inherited`."""
-    _call_semaphores(_semaphores_of(os.environ[SCRATCH]))
-
-
-def _semaphores_of(path: str) -> str:
-    return f"/{Path(path).name}"
+    _call_semaphores(f"/{Path(os.environ[SCRATCH]).name}")
 
 
 def _call_semaphores(prefix: str) -> str:

@@ -34,6 +34,7 @@ class EngineStrategy(InferenceStrategy):
     def __init__(self, make: EngineMake, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, EngineStrategyConfig)
         self.make = make
+        self.notes = make.notes
         self.options: EngineStrategyConfig = spec.strategy
         self.max_model_len = spec.max_model_len
         self.processes = EngineProcesses()
@@ -50,10 +51,6 @@ class EngineStrategy(InferenceStrategy):
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         """{tensor name: shape} of the tensors that weight updates send: all tensors of the checkpoint, or only adapters."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return self.make.notes
 
     # ------------------------------------------------------------ life
 
@@ -153,7 +150,8 @@ class EngineStrategy(InferenceStrategy):
         async with self._turn(EngineEvent.PAUSE):
             if mode is PauseMode.ABORT:
                 await self.abort()
-            if not self.life.held_up and (mode is PauseMode.ABORT or not self.life.halted):
+            is_held_up = self.life.state not in (EngineState.SERVING, EngineState.PAUSED)
+            if not is_held_up and (mode is PauseMode.ABORT or not self.life.halted):
                 await self._halt(mode)
             self.life.pause()
 
@@ -264,7 +262,7 @@ class EngineStrategy(InferenceStrategy):
             except BaseException as error:  # also if cancelled: the engine's weights are unknown now
                 self.fail(self.life.failure or f"new weights could not be put in place: {error}")
                 raise
-            self._dtypes = update.dtypes()
+            self._dtypes = {tensor.name: str(tensor.dtype).removeprefix("torch.") for tensor in update.tensors}
             self.life.finish_update(version)
             await self._settle()
         return largest(answers)

@@ -64,7 +64,13 @@ def write_checkpoint(
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _sharded_state(chunks, optimizer, loading=False)
-    dist_checkpointing.save(state, str(state_folder), _SaveThrough(writer), preprocess_common_before_consistancy_check=_without_optimizer)
+    dist_checkpointing.save(
+        state,
+        str(state_folder),
+        _SaveThrough(writer),
+        # Megatron checks that the common state is equal on all ranks; the optimizer's differs.
+        preprocess_common_before_consistancy_check=lambda common: {name: value for name, value in common.items() if name != "optimizer"},
+    )
     if layout.rank == 0:
         write_json(folder / MODEL_FILE, model)
     torch.save({"layout": _identity(layout), "random": random_state()}, _rank_file(folder, layout.rank))
@@ -90,11 +96,6 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
         raise ValueError(f"checkpoint.resume: {folder} holds {holds}; actor_train.lora decides what trains: {remedy}")
     if adapters and (card := read_object(folder / BASE_FILE)).get("fingerprint") != weights_fingerprint(model):
         raise ValueError(f"checkpoint.resume: the adapters in {folder} belong to {card.get('path')}; model.path {model} has other weights")
-
-
-def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Remove the optimizer's state, which differs between ranks. Megatron checks that the common state is equal on all of them."""
-    return {name: value for name, value in common.items() if name != "optimizer"}
 
 
 def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
@@ -124,10 +125,15 @@ def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
             reader.load(optimizer.parts)  # the distributed optimizer's tensors
         optimizer.scheduler.num_steps = 0
         optimizer.scheduler.step(increment=state["schedule"]["num_steps"])
-    if (own_file := _own_rank_file(folder, layout)) is not None:
-        saved = torch.load(own_file, weights_only=True)
+    own = _rank_file(folder, layout.rank)
+    if own.is_file():
+        saved = torch.load(own, weights_only=True)
         if saved["layout"] == _identity(layout):
             restore_random_state(saved["random"])
+    else:
+        others = sorted(folder.glob("rank_*.pt"))
+        if not others or layout.rank < torch.load(others[0], weights_only=True)["layout"]["world_size"]:  # else fewer ranks saved it
+            raise ValueError(f"checkpoint.resume: {own} is missing. If it cannot be found, go on from an earlier checkpoint")
 
 
 @contextmanager
@@ -151,48 +157,32 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
     return ValueError(f"checkpoint.resume: {state_folder} cannot be read ({said}). If it is damaged, go on from an earlier checkpoint")
 
 
-def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """Return this rank's file; None if fewer ranks saved the checkpoint. Raise ValueError if the file is lost."""
-    own = _rank_file(folder, layout.rank)
-    if own.is_file():
-        return own
-    others = sorted(folder.glob("rank_*.pt"))
-    if not others or layout.rank < torch.load(others[0], weights_only=True)["layout"]["world_size"]:
-        raise ValueError(f"checkpoint.resume: {own} is missing. If it cannot be found, go on from an earlier checkpoint")
-    return None
-
-
 # ---------------------------------------------------------------- what is stored
 
 
 def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: bool) -> dict[str, Any]:
     metadata = {**_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     metadata["distrib_optim_fully_reshardable_mem_efficient"] = True
-    weights = {name: _kept_of(chunk, chunk.sharded_state_dict(metadata=metadata), optimizer) for name, chunk in _named_chunks(chunks)}
+    weights: dict[str, Any] = {}
+    for name, chunk in _named_chunks(chunks):
+        full, left_out = chunk.sharded_state_dict(metadata=metadata), _frozen_in(chunk, optimizer)
+        weights[name] = {key: value for key, value in full.items() if not _is_extra(key) and key not in left_out}
     state: dict[str, Any] = {name: own for name, own in weights.items() if own}  # when loading, Megatron drops empty entries
     if optimizer is not None:
         _keep_padding(chunks)
         only = weights["model"] if len(chunks) == 1 else weights
-        to_store = optimizer.megatron.sharded_state_dict
-        state["optimizer"] = _state_to_fill(optimizer, only, metadata) if loading else to_store(only, metadata=metadata)
+        if loading:  # without the distributed optimizer's tensors, which ShardReader loads
+            states = [
+                part.state_dict()
+                if isinstance(part, DistributedOptimizer)
+                else part.sharded_state_dict(only, is_loading=True, metadata=metadata)
+                for part in optimizer.parts
+            ]
+            state["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
+        else:
+            state["optimizer"] = optimizer.megatron.sharded_state_dict(only, metadata=metadata)
         state["schedule"] = optimizer.scheduler.state_dict()
     return state
-
-
-def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """Return the optimizer state to load into, without the distributed optimizer's tensors, which ShardReader loads."""
-    states = [
-        part.state_dict()
-        if isinstance(part, DistributedOptimizer)
-        else part.sharded_state_dict(weights, is_loading=True, metadata=metadata)
-        for part in optimizer.parts
-    ]
-    return states[0] if len(states) == 1 else dict(enumerate(states))
-
-
-def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    left_out = _frozen_in(chunk, optimizer)
-    return {name: value for name, value in state.items() if not _is_extra(name) and name not in left_out}
 
 
 def _is_extra(name: str) -> bool:

@@ -9,9 +9,8 @@ import marshal
 import re
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -30,36 +29,30 @@ _STAND_IN = "_roll_lite_cpu_device"
 """Global variable through which rewritten modules reach cpu_device. The loader sets it: an import statement would shift line numbers."""
 
 
-@dataclass(frozen=True)
-class _Rewrite:
-    pattern: re.Pattern[str]
-    replacement: str | Callable[[re.Match[str]], str]
-
-
 _REWRITES = (
     # Type strings of CUDA tensors, compared in optimizer.py, distrib_optimizer.py and clip_grads.py.
-    _Rewrite(re.compile(r"""(['"])torch\.cuda\.(Half|Float|BFloat16)Tensor"""), r"\1torch.\2Tensor"),
+    (re.compile(r"""(['"])torch\.cuda\.(Half|Float|BFloat16)Tensor"""), r"\1torch.\2Tensor"),
     # Private helpers in tensor_parallel/random.py that wait for the CUDA driver.
-    _Rewrite(re.compile(r"from torch\.cuda import"), f"from {cpu_device.__name__} import"),
+    (re.compile(r"from torch\.cuda import"), f"from {cpu_device.__name__} import"),
     # Copies to the device (grad_scaler.py, optimizer.py, ...); .cpu() does nothing on the host.
-    _Rewrite(re.compile(r"\.cuda\((?:non_blocking=True|torch\.cuda\.current_device\(\))?\)"), ".cpu()"),
+    (re.compile(r"\.cuda\((?:non_blocking=True|torch\.cuda\.current_device\(\))?\)"), ".cpu()"),
     # current_device, synchronize, streams, RNG states, nvtx ranges.
-    _Rewrite(re.compile(r"\btorch\.cuda\."), f"{_STAND_IN}."),
+    (re.compile(r"\btorch\.cuda\."), f"{_STAND_IN}."),
     # Device literals: torch.zeros(..., device="cuda"), custom_fwd(device_type="cuda"), ...
-    _Rewrite(re.compile(r"""(['"])cuda\1"""), '"cpu"'),
+    (re.compile(r"""(['"])cuda\1"""), '"cpu"'),
     # Pinned host memory needs a GPU.
-    _Rewrite(re.compile(r"\bpin_memory=True"), "pin_memory=False"),
-    _Rewrite(re.compile(r"\.cpu\(\)\.pin_memory\(\)"), ".cpu()"),
+    (re.compile(r"\bpin_memory=True"), "pin_memory=False"),
+    (re.compile(r"\.cpu\(\)\.pin_memory\(\)"), ".cpu()"),
     # moe_utils.py converts the dispatcher's token counts to numpy arrays only on a GPU.
-    _Rewrite(
+    (
         re.compile(r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:"),
         "if torch.is_tensor(tensor := tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor) and tensor.is_cuda:",
     ),
     # Exchanges of unequal pieces in mappings.py, which gloo does not support.
-    _Rewrite(re.compile(r"\btorch\.distributed\.all_gather\(output_tensor_list"), f"{_STAND_IN}.ragged_all_gather(output_tensor_list"),
-    _Rewrite(re.compile(r"\btorch\.distributed\.reduce_scatter\(output, "), f"{_STAND_IN}.ragged_reduce_scatter(output, "),
+    (re.compile(r"\btorch\.distributed\.all_gather\(output_tensor_list"), f"{_STAND_IN}.ragged_all_gather(output_tensor_list"),
+    (re.compile(r"\btorch\.distributed\.reduce_scatter\(output, "), f"{_STAND_IN}.ragged_reduce_scatter(output, "),
     # torch.compile of small fusions in jit.py takes minutes on a CPU.
-    _Rewrite(re.compile(r"jit_fuser = torch\.compile"), "jit_fuser = noop_decorator"),
+    (re.compile(r"jit_fuser = torch\.compile"), "jit_fuser = noop_decorator"),
 )
 
 EXPECTED: dict[str, int] = {
@@ -114,8 +107,8 @@ def install() -> None:
 
 def rewrite(module: str, source: str) -> str:
     count = 0
-    for rule in _REWRITES:
-        source, found = rule.pattern.subn(rule.replacement, source)
+    for pattern, replacement in _REWRITES:
+        source, found = pattern.subn(replacement, source)
         count += found
     if count != EXPECTED[module]:
         raise ImportError(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +8,8 @@ from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
@@ -40,10 +38,6 @@ def experts_config(hf: HfConfig) -> dict[str, Any]:
         # A list also makes Megatron's checkpoints treat the layers as different.
         "moe_layer_freq": 1 if all(experts.layers) else [int(sparse) for sparse in experts.layers],
     }
-
-
-def experts_spec(experts: ModuleSpec, balance: Balance) -> Any:
-    return ModuleSpec(module=Experts, submodules=MoESubmodules(experts=experts, router=partial(ExpertRouter, balance=balance)))
 
 
 class Balance:
@@ -101,7 +95,8 @@ class ExpertRouter(TopKRouter):
         self._balance = balance
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        routes, number = self.rows.routes, self._number
+        routes, layer, frequency = self.rows.routes, self.layer_number - 1, self.config.moe_layer_freq
+        number = layer if isinstance(frequency, int) else sum(frequency[:layer])  # among the layers with experts
         given = None if routes is None or routes.given is None else self._own(routes.given[:, number])
         replay = self.router_replay = None if routes is None else ChosenExperts(given)
         weights, chosen = super().routing(logits, padding_mask)
@@ -110,12 +105,6 @@ class ExpertRouter(TopKRouter):
         if torch.is_grad_enabled():  # true once per micro-batch, even with recomputation
             weights = self._count(weights, chosen, logits.view(-1, self.num_experts))
         return weights, chosen
-
-    @property
-    def _number(self) -> int:
-        """Index of this layer among the layers with experts."""
-        layer, frequency = self.layer_number - 1, self.config.moe_layer_freq
-        return layer if isinstance(frequency, int) else sum(frequency[:layer])
 
     def _own(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else tokens

@@ -63,15 +63,7 @@ def _run(step: Any, chunks: Sequence[Any], inputs: Sequence[ModelInput], **optio
     )
 
 
-def most_over_data_ranks(count: int) -> int:
-    return _over_data_ranks(count, dist.ReduceOp.MAX)
-
-
-def sum_over_data_ranks(count: int) -> int:
-    return _over_data_ranks(count, dist.ReduceOp.SUM)
-
-
-def _over_data_ranks(count: int, reduction: Any) -> int:
+def over_data_ranks(count: int, reduction: Any) -> int:
     """Reduce an integer over data-parallel ranks on the host, without waiting for the device."""
     if parallel_state.get_data_parallel_world_size() > 1:
         total = torch.tensor(count)

@@ -30,11 +30,8 @@ class HfCheckpoint:
                 self._files = dict.fromkeys(file.keys(), single)
         else:
             raise ValueError(f"{self.named} holds neither {single} nor model.safetensors.index.json")
+        self.names = set(self._files)
         self._open: dict[str, Any] = {}
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._files)
 
     def slice(self, name: str) -> Any:
         file = self._files[name]
@@ -82,7 +79,12 @@ def load_weights(
             sharing = ranks_of_a_group(binding.entry, hf, group.size())
             cuts = [_read(checkpoint, name, binding.entry, sharing) for name in binding.hf]
             local = join(binding.entry, cuts, hf).chunk(sharing)[group.rank() % sharing]
-            _copy(binding, local)
+            parameter: torch.Tensor = binding.parameter
+            if binding.entry.vocabulary:
+                parameter[local.shape[0] :].zero_()  # rows that only pad the vocabulary
+                parameter = parameter[: local.shape[0]]
+            assert parameter.shape == local.shape, f"{' + '.join(binding.hf)}: {tuple(local.shape)}, not {tuple(parameter.shape)}"
+            parameter.copy_(local, non_blocking=True)
 
 
 def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -> None:
@@ -91,18 +93,15 @@ def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -
     for names, what in ((wanted - checkpoint.names, "lacks"), (checkpoint.names - wanted, "has")):
         if names:
             raise ValueError(f"{checkpoint.named} {what} {listed(sorted(names))}, which do not go with actor_train.lora.targets")
-    shapes = {binding.hf[0]: _whole_shape(binding) for binding in bindings}
+    shapes: dict[str, list[int]] = {}
+    for binding in bindings:
+        shape = shapes[binding.hf[0]] = list(binding.parameter.shape)
+        if binding.entry.cut is not None:
+            shape[binding.entry.cut] *= cut_group(binding.entry.of_experts).size()
     checkpoint.check(shapes, by="actor_train.lora.rank and the model")
     with torch.no_grad():
         for binding in bindings:
             binding.parameter.copy_(_read(checkpoint, binding.hf[0], binding.entry))
-
-
-def _whole_shape(binding: Binding) -> list[int]:
-    shape = list(binding.parameter.shape)
-    if binding.entry.cut is not None:
-        shape[binding.entry.cut] *= cut_group(binding.entry.of_experts).size()
-    return shape
 
 
 def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -> torch.Tensor:
@@ -116,12 +115,3 @@ def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -
     share = -(-size // tensor_size)
     start, stop = min(share * tensor_rank, size), min(share * (tensor_rank + 1), size)
     return view[start:stop] if entry.cut == 0 else view[:, start:stop]
-
-
-def _copy(binding: Binding, local: torch.Tensor) -> None:
-    parameter: torch.Tensor = binding.parameter
-    if binding.entry.vocabulary:
-        parameter[local.shape[0] :].zero_()  # rows that only pad the vocabulary
-        parameter = parameter[: local.shape[0]]
-    assert parameter.shape == local.shape, f"{' + '.join(binding.hf)}: {tuple(local.shape)}, not {tuple(parameter.shape)}"
-    parameter.copy_(local, non_blocking=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any, Literal
@@ -18,13 +19,14 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.utils import divide
 from torch.nn.attention.varlen import varlen_attn
 
 from roll_lite.distributed.strategy.base import current_device
-from roll_lite.distributed.strategy.megatron.experts import Balance, ExpertsLayer, GroupedExperts, experts_spec
+from roll_lite.distributed.strategy.megatron.experts import Balance, ExpertRouter, Experts, ExpertsLayer, GroupedExperts
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig
 
@@ -91,7 +93,7 @@ class SdpaAttention(MegatronModule):
         """Flash attention. `window_size` (tokens before, tokens after): -1 means all earlier tokens, 0 no later ones."""
         window = (-1 if self.looks_back is None else self.looks_back, 0)
         key_starts = rows.starts if rows.key_starts is None else rows.key_starts
-        sizes = rows.most_tokens, rows.most_keys
+        sizes = max(tokens for _, tokens, _ in rows.runs), max(keys for _, _, keys in rows.runs)
         output = varlen_attn(q, k, v, rows.starts, key_starts, *sizes, scale=self.softmax_scale, window_size=window, **GROUPED)
         assert isinstance(output, torch.Tensor)
         return output
@@ -201,6 +203,7 @@ def layer_spec(hf: HfConfig, number: int, balance: Balance, parts: LayerParts = 
     )
     has_experts = hf.has_experts(number)
     dense = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=parts.normed_column, linear_fc2=parts.row))
+    sparse = ModuleSpec(Experts, submodules=MoESubmodules(experts=parts.experts, router=partial(ExpertRouter, balance=balance)))
     return ModuleSpec(
         module=ExpertsLayer if has_experts else TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -208,7 +211,7 @@ def layer_spec(hf: HfConfig, number: int, balance: Balance, parts: LayerParts = 
             self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=parts.norm if has_experts else separate_norm,
-            mlp=experts_spec(parts.experts, balance) if has_experts else dense,
+            mlp=sparse if has_experts else dense,
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={} if parts.fused else STORED_NAMES if has_experts else STORED_NAMES_WITHOUT_EXPERTS,
         ),

@@ -128,8 +128,8 @@ class Adapters:
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:
-                for entry in _adaptable(hf, layer.layer_number - 1):
-                    if any(target_of(name) in lora.targets for name in entry.hf):
+                for entry in LAYER:
+                    if entry.present(hf, layer.layer_number - 1) and any(target_of(name) in lora.targets for name in entry.hf):
                         for place, expert in enumerate(layer.mlp.local_expert_indices if entry.of_experts else [None]):
                             self._adapt(layer, entry, (place, expert), hf, lora, seed)
 
@@ -164,10 +164,6 @@ class Adapters:
         finally:
             for adapter in self._all:
                 adapter.active = True
-
-
-def _adaptable(hf: HfConfig, layer: int) -> list[Entry]:
-    return [entry for entry in LAYER if entry.present(hf, layer)]
 
 
 def cut_of(matrix: str, entry: Entry) -> int | None:

@@ -94,11 +94,6 @@ def _pipeline_layout(layers: Sequence[int]) -> list[list[str]]:
     return [["embedding", *parts[0]], *parts[1:-1], [*parts[-1], "loss"]]
 
 
-def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Return the number of embedding rows, padded to equal shares per tensor rank. The softmax masks the padding."""
-    return -(-vocab_size // tensor_parallel) * tensor_parallel
-
-
 class RollModel(GPTModel):
     """Pipeline stage, or a chunk of it under virtual pipelining. The last stage or chunk returns hidden states [N, hidden] or values [N] at
     N requested positions."""
@@ -107,10 +102,14 @@ class RollModel(GPTModel):
         self, config: Any, hf: HfConfig, value_head: bool, balance: Balance, part: int | None = None, parts: LayerParts = TORCH
     ) -> None:
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=part)
+        first = get_transformer_layer_offset(config, part)
+        specs = [layer_spec(hf, first + number, balance, parts) for number in range(get_num_layers_to_build(config, part))]
+        tensor_ranks = config.tensor_model_parallel_size
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config, hf, balance, part, parts),
-            vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm),
+            # Padded to equal shares per tensor rank; the softmax masks the padding.
+            vocab_size=-(-hf.vocab_size // tensor_ranks) * tensor_ranks,
             max_sequence_length=hf.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=part),
             post_process=last,
@@ -177,9 +176,3 @@ def _mark_weights(bindings: Sequence[Binding]) -> None:
         # another expert_parallel.
         if binding.entry.of_experts:
             weight.allreduce = False
-
-
-def _block_spec(config: Any, hf: HfConfig, balance: Balance, part: int | None, parts: LayerParts) -> Any:
-    first = get_transformer_layer_offset(config, part)
-    layers = [layer_spec(hf, first + number, balance, parts) for number in range(get_num_layers_to_build(config, part))]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=parts.norm)

@@ -142,11 +142,6 @@ def outputs_of(
     return found
 
 
-def to_host(outputs: MicroBatchOutputs) -> MicroBatchOutputs:
-    """Move `distribution`, the only large output, to the host."""
-    return outputs if outputs.distribution is None else replace(outputs, distribution=outputs.distribution.cpu())
-
-
 def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = False, experts: bool = False) -> None:
     known = ("values", "final_value")[: 1 if training else 2] if value_head else ("log_probs", "entropy", "distribution")
     known = (*known, EXPERTS) if experts and not training else known

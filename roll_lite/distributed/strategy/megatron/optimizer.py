@@ -38,9 +38,18 @@ class Optimizer:
         assert config.decay == "constant" or total_updates is not None, "a decay needs the number of updates of the whole run"
         self._clip_grad = config.clip_grad
         self.megatron = _megatron_optimizer(config, chunks, distributed, dtype)
+        self.parts: list[Any] = list(self.megatron.chained_optimizers)
         self.on_host = config.on_host
         self._host_steps: list[HostStep] = []
-        self._make_states()
+        # Create Adam's moments before the first step, so that memory use is known and checkpoints can be loaded.
+        for part in self.parts:
+            if self.on_host:
+                self._host_steps.append(HostStep(part.optimizer, current_device()))
+                part.optimizer.step = self._host_steps[-1]
+            part.init_state_fn(part.optimizer, part.config)
+            if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
+                part.state_dict = partial(self._state_without_parameters, part)
+        self.complete_states()
         # The constructor's step(0) also applies weight decay multipliers, which exempt norms and biases. Megatron makes the first update
         # with init_lr, so that update i of the warm-up has the rate lr * i / warmup_steps.
         rest = max(config.warmup_steps - 1, 0)
@@ -60,21 +69,6 @@ class Optimizer:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
-
-    @property
-    def parts(self) -> list[Any]:
-        return list(self.megatron.chained_optimizers)
-
-    def _make_states(self) -> None:
-        """Create Adam's moments before the first step, so that memory use is known and checkpoints can be loaded."""
-        for part in self.parts:
-            if self.on_host:
-                self._host_steps.append(HostStep(part.optimizer, current_device()))
-                part.optimizer.step = self._host_steps[-1]
-            part.init_state_fn(part.optimizer, part.config)
-            if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
-                part.state_dict = partial(self._state_without_parameters, part)
-        self.complete_states()
 
     def _state_without_parameters(self, part: Any) -> dict[str, Any]:
         """Return the state of a part without parameters on this rank, where Megatron's method fails."""
@@ -104,9 +98,6 @@ class Optimizer:
                 yield weight
                 if with_moments:
                     yield from (one for _, one in sorted(part.optimizer.state.get(weight, {}).items()) if isinstance(one, torch.Tensor))
-
-    def zero_grad(self) -> None:
-        self.megatron.zero_grad()
 
     @torch.no_grad()
     def step(self, loss: float) -> StepResult:
@@ -153,8 +144,9 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
         use_distributed_optimizer=distributed,
         log_num_zeros_in_grad=False,
     )
-    if config.on_host:
-        take_adam_of_torch()
+    if config.on_host:  # with torch's Adam: that of Transformer Engine or Apex would update on the device
+        optimizer.USING_PYTORCH_OPTIMIZER = True
+        distrib_optimizer.HAVE_APEX_OR_TE = False  # Megatron then stores the step count like torch's Adam
     return get_megatron_optimizer(settings, list(chunks))
 
 
@@ -163,26 +155,17 @@ def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch
     if device.type == "cpu":
         # torch on a CPU sums float32 in eight running sums: the norm of 10^7 entries is 0.1% too small, that of 10^9 almost 2%. Sums of
         # short stretches, added in float64, are exact enough and as fast.
-        tensors = [part for tensor in tensors for part in _stretches(tensor)]
-        norms = [torch.linalg.vector_norm(part, dim=1) for part in tensors]
+        norms = []
+        for tensor in tensors:
+            flat = tensor.flatten()
+            whole = len(flat) - len(flat) % STRETCH
+            norms += [torch.linalg.vector_norm(part, dim=1) for part in (flat[:whole].view(-1, STRETCH), flat[None, whole:])]
     else:
         norms = [torch.stack(torch._foreach_norm(list(tensors)))] if tensors else []
     return torch.cat([torch.zeros(1, device=device), *norms]).double().square().sum()
 
 
-def _stretches(tensor: torch.Tensor) -> list[torch.Tensor]:
-    flat = tensor.flatten()
-    whole = len(flat) - len(flat) % STRETCH
-    return [flat[:whole].view(-1, STRETCH), flat[None, whole:]]
-
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def take_adam_of_torch() -> None:
-    """Make Megatron use torch's Adam. The Adam of Transformer Engine or Apex would update on the device."""
-    optimizer.USING_PYTORCH_OPTIMIZER = True
-    distrib_optimizer.HAVE_APEX_OR_TE = False  # Megatron then stores the step count like torch's Adam
 
 
 @dataclass
@@ -202,10 +185,7 @@ class HostStep:
         self._staged: dict[torch.Tensor, Staged] = {}
         for group in adam.param_groups:
             for weight in group["params"]:
-                adam.state[weight] = {name: self._zeros_like(weight) for name in MOMENTS}
-
-    def _zeros_like(self, weight: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=self._pin)
+                adam.state[weight] = {name: torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=self._pin) for name in MOMENTS}
 
     def keep_moments(self) -> None:
         for state in self._optimizer.state.values():
@@ -219,17 +199,18 @@ class HostStep:
     def __call__(self) -> None:
         self._stream.wait_stream(self._device.current_stream())
         with self._device.stream(self._stream):
-            under_way = [(group, weight, self._to_host(weight), self._event()) for group, weight in self._trained()]
+            under_way = [
+                (group, weight, self._to_host(weight), self._event())
+                for group in self._optimizer.param_groups
+                for weight in group["params"]
+                if weight.grad is not None
+            ]
         for group, weight, staged, arrived in under_way:
             arrived.synchronize()
             self._update(group, staged, self._optimizer.state[weight])
             with self._device.stream(self._stream):
                 weight.copy_(staged.weight, non_blocking=True)
         self._device.current_stream().wait_stream(self._stream)
-
-    def _trained(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        for group in self._optimizer.param_groups:
-            yield from ((group, weight) for weight in group["params"] if weight.grad is not None)
 
     def _to_host(self, weight: torch.Tensor) -> Staged:
         if weight not in self._staged:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,12 +62,8 @@ class ChosenExperts:
         return torch.stack([replayed.sum(), (replayed & other).sum()])
 
 
-def collect_routes(routes: Sequence[Routes], layers: int, per_token: int, sequence_parallel: bool) -> list[torch.Tensor]:
-    """Gather recorded expert ids on the host (collective over a model replica): [all tokens, layers * per_token] int16 per micro-batch."""
-    return [_collected(each, layers, per_token, sequence_parallel) for each in routes]
-
-
-def _collected(routes: Routes, layers: int, per_token: int, sequence_parallel: bool) -> torch.Tensor:
+def collect_routes(routes: Routes, layers: int, per_token: int, sequence_parallel: bool) -> torch.Tensor:
+    """Gather recorded expert ids on the host (collective over a model replica): [all tokens, layers * per_token] int16."""
     assert routes.taken is not None, "nobody asked for them"
     tensor: Any = parallel_state.get_tensor_model_parallel_group()
     places = routes.places.chunk(tensor.size())[tensor.rank()] if sequence_parallel else routes.places

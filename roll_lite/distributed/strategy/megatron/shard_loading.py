@@ -52,7 +52,9 @@ class ShardReader:
     def _load(self, part: DistributedOptimizer, batch: list[Owned]) -> None:
         wanted: dict[str, list[ShardedTensor]] = defaultdict(list)
         found = [self._tensors(owned, wanted) for owned in batch]
-        self._read(wanted)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(mcore_to_pyt_state_dict(wanted, is_loading=True), self._stored, is_coordinator=True)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
         for owned, tensors in zip(batch, found, strict=True):
             whole = {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in tensors.items()}
             part._set_main_param_and_optimizer_states(owned.weight, whole)
@@ -88,11 +90,6 @@ class ShardReader:
             raise ValueError(f"it has no {key}")
         rows = ShardedTensor(key, memory, memory.dtype, tuple(memory.shape), tuple(stored.size), offset, None)
         return rows, memory.flatten()[start - first * width : end - first * width]
-
-    def _read(self, wanted: dict[str, list[ShardedTensor]]) -> None:
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(mcore_to_pyt_state_dict(wanted, is_loading=True), self._stored, is_coordinator=True)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
 
 
 def _batches(part: DistributedOptimizer) -> Iterator[list[Owned]]:

@@ -4,15 +4,17 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from roll_lite.config.schema.models import LoraConfig, MegatronStrategyConfig, OptimizerConfig
+from roll_lite.config.schema.models import MegatronStrategyConfig, OptimizerConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import from_numpy
@@ -39,20 +41,19 @@ from roll_lite.distributed.strategy.megatron.checkpoint import (
 from roll_lite.distributed.strategy.megatron.checkpoint_writer import RunningSave, StagedWriter
 from roll_lite.distributed.strategy.megatron.experts import Balance
 from roll_lite.distributed.strategy.megatron.forward_backward import (
-    most_over_data_ranks,
+    over_data_ranks,
     reduce_sums,
     run_forward,
     run_training,
     sum_gradients,
-    sum_over_data_ranks,
 )
-from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, Write, read_parameter, save_adapters, write_hf
+from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, Write, save_adapters, write_hf
 from roll_lite.distributed.strategy.megatron.hf_load import load_adapters, load_weights
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
 from roll_lite.distributed.strategy.megatron.layers import chosen_parts
 from roll_lite.distributed.strategy.megatron.lora import Adapters
 from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
-from roll_lite.distributed.strategy.megatron.model_io import KEPT, TEMPERATURE, ModelInput, check_outputs, model_inputs, outputs_of, to_host
+from roll_lite.distributed.strategy.megatron.model_io import KEPT, TEMPERATURE, ModelInput, check_outputs, model_inputs, outputs_of
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.parallel import join_groups, layout_multiples
 from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, collect_routes
@@ -98,7 +99,12 @@ class MegatronStrategy(TrainStrategy):
         self._model = chunks[-1]
         self._bindings = bind(chunks, self._hf)
         self._load_weights(self._bindings, spec.model.path, spec.path_key)
-        self._adapters = self._with_adapters(chunks, spec.lora) if spec.lora is not None else None
+        self._adapters: Adapters | None = None
+        if spec.lora is not None:
+            self._adapters = Adapters(chunks, self._hf, spec.lora, spec.seed)
+            if spec.lora.path is not None:
+                shapes = adapter_shapes(weight_shapes(self._hf), spec.lora.targets, spec.lora.rank)
+                load_adapters(self._adapters.bindings, spec.lora.path, shapes.keys())
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._optimizer: Optimizer | None = None
         if spec.optimizer is None:
@@ -116,13 +122,6 @@ class MegatronStrategy(TrainStrategy):
 
     def _load_weights(self, bindings: Sequence[Binding], folder: Path, key: str) -> None:
         load_weights(bindings, self._hf, folder, self._spec.value_init, key)
-
-    def _with_adapters(self, chunks: Sequence[RollModel], lora: LoraConfig) -> Adapters:
-        adapters = Adapters(chunks, self._hf, lora, self._spec.seed)
-        if lora.path is not None:
-            shapes = adapter_shapes(weight_shapes(self._hf), lora.targets, lora.rank)
-            load_adapters(adapters.bindings, lora.path, shapes.keys())
-        return adapters
 
     def _with_data_parallel(self, config: Any, chunks: Sequence[Any], optimizer: OptimizerConfig) -> list[Any]:
         ddp = DistributedDataParallelConfig(
@@ -142,7 +141,8 @@ class MegatronStrategy(TrainStrategy):
     # ------------------------------------------------------------ computing
 
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
-        return MicroBatchPlan.of(lengths, planner, layout_multiples(self._config), most_over_data_ranks if together else None)
+        agree = partial(over_data_ranks, reduction=dist.ReduceOp.MAX) if together else None
+        return MicroBatchPlan.of(lengths, planner, layout_multiples(self._config), agree)
 
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
         experts = self._hf.experts
@@ -154,13 +154,16 @@ class MegatronStrategy(TrainStrategy):
 
         def on_head(result: torch.Tensor, given: ModelInput) -> MicroBatchOutputs:
             found = self._outputs(result, given, of_head)
-            return to_host(found) if self.layout.is_head else MicroBatchOutputs()
+            if not self.layout.is_head:
+                return MicroBatchOutputs()
+            # Only the distribution is large.
+            return found if found.distribution is None else replace(found, distribution=found.distribution.cpu())
 
         results: list[MicroBatchOutputs] = run_forward(self._chunks, inputs, on_head)
         columns: dict[str, Column] = {}
         if EXPERTS in outputs and experts is not None:
             routes = [given.rows.routes for given in inputs if given.rows.routes is not None]
-            taken = collect_routes(routes, sum(experts.layers), experts.per_token, self._config.sequence_parallel)
+            taken = [collect_routes(each, sum(experts.layers), experts.per_token, self._config.sequence_parallel) for each in routes]
             columns[EXPERTS] = plan.collect_tokens(taken, batch)
         if not self.layout.is_head:
             return None
@@ -176,9 +179,9 @@ class MegatronStrategy(TrainStrategy):
         inputs = model_inputs(batch, plan, self.device, experts=self._hf.experts)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self._optimizer.megatron.zero_grad()
         if self._hf.experts is not None:
-            self._balance.begin(sum_over_data_ranks(len(batch)))
+            self._balance.begin(over_data_ranks(len(batch), dist.ReduceOp.SUM))
 
         def on_head(result: torch.Tensor, given: ModelInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, metrics = loss_fn(self._outputs(result, given, outputs), given.micro_batch)
@@ -226,7 +229,7 @@ class MegatronStrategy(TrainStrategy):
         if lora is not None and lora.export == "adapter":
             return self.save_adapters(folder)
         assert self._average is not None or not average, "this strategy was made without an average"
-        read = self._average.read if average and self._average is not None else read_parameter
+        read = self._average.read if average and self._average is not None else torch.Tensor.detach
         return write_hf(self._exporter, self._spec.model.path, folder, dtype, self._value_head, read, write)
 
     def save_adapters(self, folder: Path) -> list[Path]:
@@ -323,7 +326,8 @@ class WeightAverage:
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay
-        self._means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
+        copies = {binding.parameter: binding.parameter.detach().to("cpu", torch.float32, copy=True) for binding in bindings}
+        self._means = {weight: torch.nn.Parameter(copy, requires_grad=False) for weight, copy in copies.items()}
         self._bindings = bindings
         self._thread = ThreadPoolExecutor(1, "average")
         self._update: Future[None] | None = None
@@ -363,8 +367,3 @@ class WeightAverage:
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         return self.means[weight].detach().to(weight.device)
-
-
-def _copy_on_host(weight: torch.nn.Parameter) -> torch.nn.Parameter:
-    copy = weight.detach().to("cpu", torch.float32, copy=True)
-    return torch.nn.Parameter(copy, requires_grad=False)

@@ -221,7 +221,7 @@ def decay_alone(path: Path, value_init: ValueInit | None) -> tuple[dict[str, tor
     if value_init is not None:  # zeros would not show it
         strategy._model.output_layer.weight.data.fill_(1.0)
     before = {name: tensor.clone() for name, tensor in own_weights(strategy).items()}
-    optimizer_of(strategy).zero_grad()
+    optimizer_of(strategy).megatron.zero_grad()
     for chunk in strategy._chunks:
         chunk.zero_grad_buffer()
     assert not optimizer_of(strategy).step(loss=0.0).skipped
@@ -247,7 +247,7 @@ def norm_of_many(path: Path, options: dict[str, Any]) -> tuple[float, float, int
     strategy = started(path, CONFIG.model_copy(update={"clip_grad": 1.0}), **options)
     generator = torch.Generator().manual_seed(0)
     squares, entries = 0.0, 0
-    optimizer_of(strategy).zero_grad()
+    optimizer_of(strategy).megatron.zero_grad()
     for parameter in parameters_of(strategy):
         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))  # type: ignore[attr-defined]
         squares += float((parameter.main_grad.cpu().numpy().astype(np.float64) ** 2).sum())  # type: ignore[attr-defined]

@@ -93,9 +93,14 @@ class SglangEngine:
             self._listening.cancel()
         if self._channel is not None:
             self._channel.close()  # the server ends when its channel closes
-        if processes.watched:  # a server that is still starting does not react to a closed channel
+        if processes.all:  # a server that is still starting does not react to a closed channel
             await processes.end(self._wait_for_server)
-        self._kill_server()
+        server, self._server = self._server, None
+        if server is not None:  # only once: the id of its process group may be reused
+            left = group(server.pid)
+            kill_all(left)
+            server.wait()
+            psutil.wait_procs(left, _LAST_S)
         if self._scratch is not None:
             self._scratch.remove()
 
@@ -103,15 +108,6 @@ class SglangEngine:
         with contextlib.suppress(subprocess.TimeoutExpired):
             if self._server is not None:
                 self._server.wait(_LAST_S)
-
-    def _kill_server(self) -> None:
-        """Kill the server's process group, but only once: its id may be reused."""
-        server, self._server = self._server, None
-        if server is not None:
-            processes = group(server.pid)
-            kill_all(processes)
-            server.wait()
-            psutil.wait_procs(processes, _LAST_S)
 
     # ------------------------------------------------------------ requests
 

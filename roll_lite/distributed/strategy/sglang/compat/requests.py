@@ -99,6 +99,10 @@ def completion(
     if request.sampling.keep_mask:
         kept = tuple(map(tuple, meta.get("output_token_sampling_mask") or ())) if reports_survivors(request) else ((),) * len(tokens)
         assert len(kept) == len(tokens), f"{request.request_id}: {len(tokens)} tokens, {len(kept)} masks"
+    chosen = None
+    if experts is not None and (told := meta.get("routed_experts")) is not None:
+        flat = np.frombuffer(base64.b64decode(told), dtype=np.int32)
+        chosen = chosen_experts(flat.reshape(-1, len(experts.layers), experts.per_token), experts)
     return Completion(
         request_id=request.request_id,
         token_ids=tokens,
@@ -109,15 +113,8 @@ def completion(
         kept_ids=kept,
         # A recomputed request also counts its own response tokens as cached.
         cached_tokens=min(int(meta.get("cached_tokens") or 0), len(request.prompt_ids)),
-        experts=None if experts is None else _experts(meta, experts),
+        experts=chosen,
     )
-
-
-def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | None:
-    if (told := meta.get("routed_experts")) is None:
-        return None
-    flat = np.frombuffer(base64.b64decode(told), dtype=np.int32)
-    return chosen_experts(flat.reshape(-1, len(experts.layers), experts.per_token), experts)
 
 
 class StopText:
@@ -143,23 +140,17 @@ class StopText:
 
     def next(self, token: int) -> str | None:
         self.tokens += 1
-        new = self._new_text(token)
-        if not new:
-            return None
-        self._text = self._text[max(0, len(self._text) - self._longest + 1) :]
-        old, self._text = len(self._text), self._text + new
-        return next((stop for stop in self._stops if self._text.find(stop, max(0, old - len(stop) + 1)) >= 0), None)
-
-    def _new_text(self, token: int) -> str:
         self._pending.append(token)
         decoded = self._decoded()
         if len(decoded) <= len(self._before) or decoded.endswith(_INCOMPLETE):
-            return ""
+            return None
         new = decoded[len(self._before) :]
         self._pending = self._pending[self._shown :]
         self._shown = len(self._pending)
         self._before = self._decoded()
-        return new
+        self._text = self._text[max(0, len(self._text) - self._longest + 1) :]
+        old, self._text = len(self._text), self._text + new
+        return next((stop for stop in self._stops if self._text.find(stop, max(0, old - len(stop) + 1)) >= 0), None)
 
     def _decoded(self) -> str:
         text: str = self._tokenizer.decode(self._pending, skip_special_tokens=True, clean_up_tokenization_spaces=False)

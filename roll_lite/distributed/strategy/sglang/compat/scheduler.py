@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any
@@ -103,18 +103,17 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        held = ((name, _without_padding(name, tensor, shapes[name])) for name, tensor in self._held(names, shapes))
-        return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
+        runner = self.tp_worker.model_runner
+        if self.roll_lite_adapters is None:
+            held = held_weights(runner.model, _layers(), names)
+        else:
+            held = held_adapters(adapted_layers(runner), runner.model, _layers(), shapes if names is None else names)
+        whole = ((name, _without_padding(name, tensor, shapes[name])) for name, tensor in held)
+        return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in whole}
 
     @_by_all
     def roll_lite_trace(self, prefix: str | None) -> str:
         return RECORDER.trace(prefix and f"{prefix}-{get_parallel().tp_rank}.json.gz")
-
-    def _held(self, names: list[str] | None, expected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        runner = self.tp_worker.model_runner
-        if self.roll_lite_adapters is None:
-            return held_weights(runner.model, _layers(), names)
-        return held_adapters(adapted_layers(runner), runner.model, _layers(), expected if names is None else names)
 
     def get_init_info(self) -> dict[str, Any]:
         return {**super().get_init_info(), "page_size": self.page_size}
@@ -263,10 +262,6 @@ def _of_this_worker_alone(multiply: Any) -> Any:
     return moe_forward_native
 
 
-def _pageable(dims: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tensor:
-    return torch.empty(dims, dtype=dtype)
-
-
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     scheduler_module.Scheduler = RolloutScheduler
     model_runner.create_sampler = RolloutSampler
@@ -276,6 +271,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     adapters_leave_with_weights()
     if not torch.cuda.is_available():
         fused_moe_native.moe_forward_native = _of_this_worker_alone(fused_moe_native.moe_forward_native)
-        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # buffer of expert choices; SGLang's is pinned memory, which needs a GPU
+        # Buffer of expert choices; SGLang's is pinned memory, which needs a GPU.
+        ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
         do_without_pinned_memory()
     run_scheduler_process(*args, **kwargs)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import torch
@@ -116,7 +116,9 @@ class EngineServer:
         while True:
             match await self._channel.receive():
                 case "generate", number, request:
-                    self._submit(_Running(number, request))
+                    running = _Running(number, request)
+                    self._running[running.rid] = running
+                    self._start(self._generate(running))
                 case "abort", numbers:
                     self._start(self.abort(set(numbers)))
                 case "progress", call, since, parts:
@@ -147,10 +149,6 @@ class EngineServer:
 
     # ------------------------------------------------------------ requests
 
-    def _submit(self, running: _Running) -> None:
-        self._running[running.rid] = running
-        self._start(self._generate(running))
-
     async def _generate(self, running: _Running) -> None:
         request = running.request
         try:
@@ -159,9 +157,6 @@ class EngineServer:
             answer = completion(request, output, self._manager.tokenizer, running.aborted, self._experts)
         except Exception as error:  # only this request fails, whatever the error
             answer = Completion(request.request_id, error=f"{type(error).__name__}: {error}")
-        await self._finish(running, answer)
-
-    async def _finish(self, running: _Running, answer: Completion) -> None:
         running.dispatched.set()
         self._channel.send((running.number, True, answer))
         async with self._empty:
@@ -200,21 +195,14 @@ class EngineServer:
     # ------------------------------------------------------------ pause
 
     async def pause(self, mode: PauseMode) -> None:
+        """Pause the scheduler. After SGLang's own `pause_generation`, waiting requests would enter in no fixed order."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
         if mode is PauseMode.ABORT:
             before = dict(self._running)
             await self.abort({running.number for running in before.values()})
             async with self._empty:
                 await self._empty.wait_for(lambda: not before.keys() & self._running.keys())
-        await self._stop_scheduler()
-
-    async def resume(self) -> None:
-        if self._paused:
-            await self._continue_scheduler()
-
-    async def _stop_scheduler(self) -> None:
-        """Pause the scheduler. After SGLang's own `pause_generation`, waiting requests would enter in no fixed order."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
         await self._all_dispatched()
         # `retract` re-queues running requests; on resume they are recomputed from their tokens.
         await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="retract"))
@@ -222,12 +210,13 @@ class EngineServer:
         await self._set_version(self._version)
         self._paused = True
 
-    async def _continue_scheduler(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+    async def resume(self) -> None:
+        if self._paused:
+            from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        await self._all_dispatched()
-        await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
-        self._paused = False
+            await self._all_dispatched()
+            await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
+            self._paused = False
 
     # ------------------------------------------------------------ weights, memory
 
@@ -279,12 +268,6 @@ def end(engine: Any) -> None:
     kill_all(psutil.Process().children(recursive=True))
 
 
-def _stop(engine: Any, scratch: str) -> NoReturn:
-    end(engine)
-    remove_folder(Path(scratch))
-    os._exit(0)  # does not wait for unread sockets
-
-
 async def _serve(channel: PickleChannel, start: Start, engine: Any) -> None:
     pids = list(engine.get_all_child_pids())
     if start.spec.node is not None and start.spec.node.number > 0:  # the first node calls this node's schedulers
@@ -297,15 +280,11 @@ async def _serve(channel: PickleChannel, start: Start, engine: Any) -> None:
     await EngineServer(engine, start, channel).serve()
 
 
-async def _first_message(connection: socket.socket) -> tuple[PickleChannel, Start]:
-    channel = await PickleChannel.over(connection)
-    return channel, await channel.receive()
-
-
 def main() -> None:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    channel, start = loop.run_until_complete(_first_message(socket.socket(fileno=int(sys.argv[1]))))
+    channel = loop.run_until_complete(PickleChannel.over(socket.socket(fileno=int(sys.argv[1]))))
+    start = loop.run_until_complete(channel.receive())
     try:
         engine = launch(start)
     except Exception as error:  # process boundary: the host raises it again
@@ -315,7 +294,9 @@ def main() -> None:
     try:
         loop.run_until_complete(_serve(channel, start, engine))
     except Closed:
-        _stop(engine, start.scratch)
+        end(engine)
+        remove_folder(Path(start.scratch))
+        os._exit(0)  # does not wait for unread sockets
 
 
 if __name__ in ("__main__", "__mp_main__"):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -126,16 +125,13 @@ class WorkerExtension:
 
     @answering
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        held = _held(self, names, shapes)
+        model, adapters = self.get_model(), self.roll_lite_adapters
+        if adapters is None:
+            held = held_weights(model, _layers(), names)
+        else:
+            adapted = adapted_layers(self.model_runner, adapters.rank)
+            held = held_adapters(adapted, model, _layers(), shapes if names is None else names)
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
-
-
-def _held(worker: WorkerExtension, names: Collection[str] | None, expected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    model, adapters = worker.get_model(), worker.roll_lite_adapters
-    if adapters is None:
-        return held_weights(model, _layers(), names)
-    adapted = adapted_layers(worker.model_runner, adapters.rank)
-    return held_adapters(adapted, model, _layers(), expected if names is None else names)
 
 
 def _experts_of_this_worker_alone() -> None:
