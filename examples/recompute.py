@@ -132,7 +132,7 @@ class Step:
 
 
 class Row:
-    """One sample. Columns of transitions have one entry less than there are tokens."""
+    """One row of a sample. Columns of transitions have one entry less than there are tokens."""
 
     def __init__(self, columns: dict[str, Any]) -> None:
         self.columns = columns
@@ -487,8 +487,9 @@ def credit(run: Run, step: Step) -> dict[str, dict[int, torch.Tensor]] | None:
     if run.algorithm["whiten_advantages"] or name == "reinforce_plus_plus":
         trained = [number for number, row in step.rows.items() if row["train_weight"] > 0]
         entries = torch.cat([found["advantages"][number][step.rows[number].mask] for number in trained])
-        mean, std = entries.mean(), entries.std()
-        found["advantages"] = {n: torch.where(step.rows[n].mask, (x - mean) / (std + 1e-8), 0.0) for n, x in found["advantages"].items()}
+        mean = entries.mean()
+        std = ((entries - mean).square().sum() / max(1, len(entries) - 1) + 1e-8).sqrt()
+        found["advantages"] = {n: torch.where(step.rows[n].mask, (x - mean) / std, 0.0) for n, x in found["advantages"].items()}
     return found
 
 

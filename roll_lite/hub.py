@@ -117,8 +117,10 @@ def to_stderr(line: str) -> None:
 
 def fetch(path: Path, tell: Tell = to_stderr) -> list[Path]:
     """Download the missing files of a hub model, weights included, or of a data set's split. Return all files; [] for any other path."""
-    if (found := _CACHED.search(str(path))) is None or not isinstance(path, HubPath):
+    if not isinstance(path, HubPath):
         return []
+    found = _CACHED.search(str(path))
+    assert found is not None, f"{path} is not in the hub's cache"
     kind, owner, name, commit, rest = found.groups(default="")
     return _Repository("model" if kind == "model" else "dataset", f"{owner}/{name}").download(commit, rest, tell)
 

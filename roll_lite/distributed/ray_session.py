@@ -322,7 +322,11 @@ def _make_folder() -> Path:
 def _identity(process: int) -> str:
     """Return a process's unique name: pid, start time and pid namespace. Pids alone are reused."""
     start_tick = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{process} {start_tick} {Path('/proc/self/ns/pid').readlink()}"
+    return f"{process} {start_tick} {_pid_namespace()}"
+
+
+def _pid_namespace() -> str:
+    return str(Path("/proc/self/ns/pid").readlink())
 
 
 def _purge(base: Path) -> None:
@@ -332,7 +336,7 @@ def _purge(base: Path) -> None:
             process, _, namespace = owner.split(" ")
         except (OSError, ValueError):
             continue
-        if namespace != str(Path("/proc/self/ns/pid").readlink()):
+        if namespace != _pid_namespace():
             continue
         try:
             is_alive = _identity(int(process)) == owner

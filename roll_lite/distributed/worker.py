@@ -88,6 +88,7 @@ class Worker:
 
     def init_process_group(self, timeout_s: float = 1800.0) -> None:
         """Create the process group (collective): gloo for host memory, and NCCL with GPUs."""
+        # torch takes seconds to import, and workers without a process group never need it
         import torch
         import torch.distributed as dist
         from torch.distributed import TCPStore  # type: ignore[attr-defined]

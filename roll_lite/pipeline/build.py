@@ -32,6 +32,7 @@ from roll_lite.config.schema.models import (
     ForwardRoleConfig,
     InferRoleConfig,
     MegatronStrategyConfig,
+    RewardModelConfig,
     SglangStrategyConfig,
 )
 from roll_lite.config.schema.run import RunConfig
@@ -119,9 +120,9 @@ def gpu_environment(
 ) -> dict[str, str]:
     """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
 
-    Trainers get the settings that SGLang chooses for engines, since members of an NCCL group need equal ones. They also get expandable
-    segments, since changing micro-batches fragment memory, and a limit for cached pinned memory: torch would round pinned copies up to
-    powers of two and never free them.
+    Trainers get the settings that SGLang chooses for engines, since members of an NCCL group need equal ones. Trainers and reward models
+    get the driver's allocator settings. By default these are expandable segments, since changing micro-batches fragment memory, and a
+    limit for cached pinned memory: torch would round pinned copies up to powers of two and never free them.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
@@ -133,10 +134,10 @@ def gpu_environment(
             "NCCL_NVLS_ENABLE": symmetric or bool(arguments.get("enable_nccl_nvls")),
         }
         chosen = {name: "1" if is_needed else chosen.get(name, "0") for name, is_needed in needed.items()}
-    trainer = roles(config).get(role)
-    if role not in TRAINING_ROLES or trainer is None:
+    section = roles(config).get(role)
+    if not isinstance(section, ForwardRoleConfig | RewardModelConfig):
         return chosen
-    of_tensor_ranks = isinstance(trainer.strategy, MegatronStrategyConfig) and trainer.strategy.tensor_parallel > 1
+    of_tensor_ranks = isinstance(section.strategy, MegatronStrategyConfig) and section.strategy.tensor_parallel > 1
     if of_tensor_ranks and (CONNECTIONS in given or not set(accelerators) & set(BLACKWELL)):
         chosen[CONNECTIONS] = given.get(CONNECTIONS, "1")
     chosen |= {name: given[name] for name in ALLOCATOR if name in given}

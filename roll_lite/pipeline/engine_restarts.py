@@ -40,7 +40,7 @@ class _Start:
     place: Place | None = None
     """Node and process; None until the engine has started."""
     since: float | None = None
-    """Time at which the process was first seen to run; None before that: it may still wait for devices."""
+    """Time at which the process, on the first node, was first seen to run; None before that: it may still wait for devices."""
 
 
 @dataclass(frozen=True)
@@ -205,16 +205,17 @@ class EngineRestarts:
             answers = ray.get(ready)
         except Exception as error:  # a process edge: it becomes the cause
             return cause_of(error)
+        if start.calls[-1] not in ready:
+            return None
+        start.since = start.since or time.monotonic()
         has_started = len(answers) == len(start.calls)
-        if start.calls[-1] in ready:
-            start.since = start.since or time.monotonic()
-            place = answers[-2 if has_started else -1]
-            calls = self._later_nodes.compare(self._group.name, place.nodes - start.compared)
-            start.compared |= place.nodes
-            start.calls[:0] = calls
-        if has_started and not calls:
+        place = answers[-2] if has_started else answers[-1]  # only the answer of `initialize` has the engine's further nodes
+        comparisons = self._later_nodes.compare(self._group.name, place.nodes - start.compared)
+        start.compared |= place.nodes
+        start.calls[:0] = comparisons
+        if has_started and not comparisons:
             start.place = place
-        elif self._start_s and start.since is not None and time.monotonic() - start.since > self._start_s:
+        elif self._start_s and time.monotonic() - start.since > self._start_s:
             return f"it did not start within {self._start_s:g} s (limits.start)"
         return None
 
@@ -225,7 +226,7 @@ class EngineRestarts:
             return
         name = f"actor_infer[{engine}]{WATCH.where('actor_infer', engine)}"
         why = f"{cause.splitlines()[0]} (after {self._restarts} restarts within an hour, actor_infer.restarts)"
-        if (joining := self._joining) is not None and engine >= self._group.initial_ranks:
+        if (joining := self._joining_of(engine)) is not None:
             # Ray ends its process: the node may be at fault, and other engines may need the devices.
             remove_placement_group(joining.slots[engine].reserved)
             self._waiting.add(engine)
@@ -236,6 +237,9 @@ class EngineRestarts:
             ray.kill(self.replicas.actors[engine])  # it may hang and hold its devices
             self._journal.console.message(f"{name} is not started again: {why}")
             self._rollouts.actors[0].engine_given_up.remote(engine, why)
+
+    def _joining_of(self, engine: int) -> JoiningEngines | None:
+        return self._joining if engine >= self._group.initial_ranks else None
 
     def _start(self, engine: int, actor: Any) -> None:
         turns = self._engines.turns
@@ -266,7 +270,7 @@ class EngineRestarts:
     def _restart_where_free(self, engine: int) -> None:
         """Restart an engine on its own devices. One that joined during the run (`most_replicas`) gives them up and waits for free devices
         on any node."""
-        if (joining := self._joining) is not None and engine >= self._group.initial_ranks:
+        if (joining := self._joining_of(engine)) is not None:
             remove_placement_group(joining.slots[engine].reserved)
             joining.slots[engine] = joining.new_slot()
         self._start(engine, self._group.restart(engine))

@@ -163,7 +163,7 @@ class Tests:
                     self._end("time limit: did not end")
                 found.append(os.read(self._peer, 1 << 20))
                 if not found[-1]:
-                    raise ConnectionError
+                    self._end("the program ended during its tests")
                 if sum(map(len, found)) > LONGEST:
                     self._end(f"the program returned a value of more than {LONGEST >> 20} MB")
             line, _, self._heard = b"".join(found).partition(b"\n")

@@ -191,10 +191,12 @@ def _serve(order: dict[str, Any]) -> None:
     replace them."""
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order["imports"])
-    nodes: list[ast.AST] = []
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # the program will raise the error again
-        nodes += ast.walk(ast.parse(f"{order.get('prelude', '')}\n{order['source']}"))
-    for statement in [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]:
+    imports: list[str] = []
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # the program will raise these errors again
+        tree = ast.parse(f"{order.get('prelude', '')}\n{order['source']}")
+        imports = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        del tree  # its memory would count as the program's
+    for statement in imports:
         with contextlib.suppress(Exception, SystemExit):
             exec(statement, {})
     LOADED.add()

@@ -168,12 +168,12 @@ def _responses(
     lengths = [policy_tokens(sample) / count for sample, count in zip(samples, turns, strict=True) if sample["response_tokens"]]
     episodes: dict[str, Any] = {}
     if played := [sample["episode"]["metrics"] for sample in samples if "episode" in sample]:
-        turns = [one["turns"] for one in played]
-        further = max(1.0, sum(turns) - len(turns))
+        counts = [one["turns"] for one in played]
+        further = max(1.0, sum(counts) - len(counts))
         episodes = {
-            "turns": rounded(min(float(np.median(turns)), fmean(turns))),  # a limit of turns leaves the mean below the median
-            "turns_p99": rounded(float(np.quantile(turns, 0.99))),
-            "environment_s": rounded(sum(one["environment_seconds"] for one in played) / sum(turns)),
+            "turns": rounded(min(float(np.median(counts)), fmean(counts))),  # a limit of turns leaves the mean below the median
+            "turns_p99": rounded(float(np.quantile(counts, 0.99))),
+            "environment_s": rounded(sum(one["environment_seconds"] for one in played) / sum(counts)),
             "environment_tokens": max(1, round(sum(one["environment_tokens"] for one in played) / further)),
         }
     groups: dict[tuple[int, int], list[bool]] = defaultdict(list)

@@ -102,7 +102,7 @@ class EngineParts:
                     ray.get(reference)
                 except RayError as error:
                     if not self._start_is_over.is_set():
-                        self.lost = f"the engine's part on its node {started[reference]}: {cause_of(error)}"
+                        self.lost = _lost_part(started[reference], error)
                     while not self._start_is_over.wait(WATCH_SECONDS):
                         kill_all(psutil.Process().children(recursive=True))
                     return
@@ -114,7 +114,7 @@ class EngineParts:
         try:
             await actor.until_death.remote()
         except RayError as error:
-            self.lost = f"the engine's part on its node {number}: {cause_of(error)}"
+            self.lost = _lost_part(number, error)
             return self.lost
         raise AssertionError("until_death returned")
 
@@ -130,3 +130,7 @@ class EngineParts:
         actors, self._actors = self._actors, []
         for actor in actors:
             ray.kill(actor)
+
+
+def _lost_part(number: int, error: BaseException) -> str:
+    return f"the engine's part on its node {number}: {cause_of(error)}"

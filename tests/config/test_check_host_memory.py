@@ -12,12 +12,13 @@ from config_project import Project
 from published_models import TRAINABLE
 
 from roll_lite.config.checks import notes
+from roll_lite.config.schema.models import HfStrategyConfig, RewardModelConfig
 from roll_lite.config.schema.run import RunConfig
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "weight_counts", lambda folder: (0, 1000))
+    monkeypatch.setattr(notes, "weight_counts", lambda folder, has_head=True: (0, 1000))
 
 
 def loaded(project: Project, yaml: str) -> RunConfig:
@@ -58,7 +59,7 @@ def test_ranks_that_share_experts_hold_fewer_copies_of_them(project: Project, mo
     config = loaded(project, "actor_train: {offload: true, devices: 4, strategy: {distributed_optimizer: true}}")
     strategy = config.actor_train.strategy.model_copy(update={"expert_parallel": 4})
     config = config.model_copy(update={"actor_train": config.actor_train.model_copy(update={"strategy": strategy})})
-    monkeypatch.setattr(notes, "weight_counts", lambda folder: (600, 400))
+    monkeypatch.setattr(notes, "weight_counts", lambda folder, has_head=True: (600, 400))
     assert notes.host_bytes(config)["actor_train"] == 600 * (2 + 12) + 400 * (4 * 2 + 12)
 
 
@@ -77,8 +78,22 @@ def test_engines_copy_weights_only_if_nothing_replaces_them(project: Project, ya
     assert notes.host_bytes(loaded(project, yaml))["actor_infer"] == expected
 
 
+def test_a_reward_model_that_leaves_is_counted_if_its_kind_is_known(project: Project, tmp_path: Path) -> None:
+    """A classifier has no layer over the vocabulary. The roles beside an unknown one are counted."""
+    published = {**TRAINABLE["Qwen2.5-7B"], "tie_word_embeddings": False}
+    config = loaded(project, "actor_train: {offload: true}")
+    shape = {"path": tmp_path, "offload": True, "devices": 2, "dtype": "float32"}
+    config = config.model_copy(
+        update={"reward_models": {"scorer": RewardModelConfig.model_construct(**shape, strategy=HfStrategyConfig())}}
+    )
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    assert notes.host_bytes(config)["reward_models.scorer"] == 2 * 4 * (7_615_616_512 - 152_064 * 3584)
+    (tmp_path / "config.json").write_text(json.dumps(published | {"model_type": "deberta"}))
+    assert notes.host_bytes(config).keys() == notes.host_bytes(config.model_copy(update={"reward_models": {}})).keys()
+
+
 def test_the_note_names_the_fullest_node_and_what_is_missing(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "weight_counts", lambda folder: (0, 2**30))
+    monkeypatch.setattr(notes, "weight_counts", lambda folder, has_head=True: (0, 2**30))
     yaml = "actor_train: {offload: true, devices: %s, strategy: {distributed_optimizer: true}}\n%s"
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 << 30))
     (told,) = notes.host_memory_notes(loaded(project, yaml % (4, "")))
@@ -89,15 +104,15 @@ def test_the_note_names_the_fullest_node_and_what_is_missing(project: Project, m
     nodes = "placement: {nodes: 2, devices_per_node: 4}"
     (told,) = notes.host_memory_notes(loaded(project, yaml % (6, nodes)))
     assert "about 16 GiB" in told and "this machine" not in told, "4 of 6 ranks; the other machines' memory is not known"
-    monkeypatch.setattr(notes, "weight_counts", lambda folder: (0, 2**20))
+    monkeypatch.setattr(notes, "weight_counts", lambda folder, has_head=True: (0, 2**20))
     assert notes.host_memory_notes(loaded(project, yaml % (4, ""))) == [], "small models need no note"
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_told(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """14 bytes per weight: bfloat16, master weights and moments."""
-    monkeypatch.setattr(notes, "weight_counts", lambda folder: (0, 2**30))
-    monkeypatch.setattr(notes, "free_bytes", lambda folder: 13 << 30)
+    monkeypatch.setattr(notes, "weight_counts", lambda folder, has_head=True: (0, 2**30))
+    monkeypatch.setattr(notes, "free_bytes", lambda folder, has_head=True: 13 << 30)
     config = loaded(project, "checkpoint: {every: 1}")
     assert notes.disk_notes(config) == ["checkpoint.every: a checkpoint takes about 14.0 GiB, and 13.0 GiB are free in run_dir"]
-    monkeypatch.setattr(notes, "free_bytes", lambda folder: 15 << 30)
+    monkeypatch.setattr(notes, "free_bytes", lambda folder, has_head=True: 15 << 30)
     assert notes.disk_notes(config) == notes.disk_notes(loaded(project, "checkpoint: {every: 0}")) == []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roll_lite.config.loading import load_config
-from roll_lite.config.schema.models import OptimizerConfig
+from roll_lite.config.schema.models import OptimizerConfig, RewardModelConfig
 from roll_lite.distributed.placement import Device, Slot
 from roll_lite.hub import HubPath
 from roll_lite.pipeline import build
@@ -90,6 +90,13 @@ def test_allocators_are_set_as_far_as_torch_can_and_the_user_has_not_decided(
     monkeypatch.setattr(build, "version", lambda name: torch)
     assert build.gpu_environment(config, "actor_train", given) == expected
     assert build.gpu_environment(config, "actor_infer", given) == {}, "an engine that keeps a copy of its weights pins it in every step"
+
+
+def test_reward_models_have_the_allocator_of_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config("tiny_grpo", ROOT / "examples/configs", ["actor_infer.strategy={name: vllm}"])
+    config = config.model_copy(update={"reward_models": {"scorer": RewardModelConfig(path=Path("examples/models/tiny"))}})
+    assert build.gpu_environment(config, "reward_models.scorer", {}) == ALLOCATED
 
 
 @pytest.mark.parametrize(

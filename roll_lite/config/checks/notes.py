@@ -80,7 +80,7 @@ def host_bytes(config: RunConfig) -> dict[str, int]:
         ranks, per_shard, average = len(device_numbers(role.devices)), 0, 0
         if isinstance(role, InferRoleConfig):
             dtype, stays = infer_dtype(config), engine_offload(config) != "with_copy"
-            ranks *= role.replicas_per_device * (PINNED_ROUNDING if isinstance(role.strategy, VllmStrategyConfig) else 1)
+            ranks *= role.replicas_per_device
         else:
             dtype, stays = role.dtype if isinstance(role, RewardModelConfig) else config.model.dtype, not role.offload
         expert_ranks = other_ranks = model_parallel_size(role)
@@ -88,25 +88,31 @@ def host_bytes(config: RunConfig) -> dict[str, int]:
             expert_ranks = strategy.pipeline_parallel * strategy.expert_parallel * strategy.expert_tensor_parallel
             other_ranks = strategy.pipeline_parallel * strategy.tensor_parallel
         per_weight = 0 if stays else 2 if dtype == "bfloat16" else 4
+        if isinstance(strategy, VllmStrategyConfig):
+            per_weight *= PINNED_ROUNDING
         if isinstance(role, TrainRoleConfig) and getattr(role, "lora", None) is None:
             on_device = (4 if dtype == "bfloat16" else 0) + (0 if role.optimizer.on_host else MOMENTS)
             per_shard = (0 if stays else on_device) + (MOMENTS + HOST_STAGING_BYTES if role.optimizer.on_host else 0)
             average = 4 if isinstance(role, ActorRoleConfig) and role.ema is not None else 0
-        if isinstance(role, RewardModelConfig) and stays:
-            continue  # its model may be of a kind that only transformers knows
-        for count, sharing in zip(weight_counts(model_folder(config, role)), (expert_ranks, other_ranks), strict=True):
+        try:
+            counts = weight_counts(model_folder(config, role), has_head=not isinstance(role, RewardModelConfig))
+        except ValueError:
+            if isinstance(role, RewardModelConfig):
+                continue  # it may be of a kind that only transformers knows
+            raise
+        for count, sharing in zip(counts, (expert_ranks, other_ranks), strict=True):
             copies = ranks // sharing
             shards = 1 if getattr(role.strategy, "distributed_optimizer", True) else copies
             found[name] = found.get(name, 0) + count * (copies * per_weight + shards * per_shard + average)
     return found
 
 
-def weight_counts(folder: Path) -> tuple[int, int]:
-    """Return (weights in experts, weights elsewhere)."""
+def weight_counts(folder: Path, has_head: bool = True) -> tuple[int, int]:
+    """Return (weights in experts, weights elsewhere). `has_head`: the model has an output layer over the vocabulary."""
     hf = read_hf_config(folder)
     sizes = {name: prod(shape) for name, shape in weight_shapes(hf).items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    return experts, sum(sizes.values()) - experts + (0 if hf.tied_embeddings else hf.vocab_size * hf.hidden)
+    return experts, sum(sizes.values()) - experts + (hf.vocab_size * hf.hidden if has_head and not hf.tied_embeddings else 0)
 
 
 def host_memory_notes(config: RunConfig) -> list[str]:

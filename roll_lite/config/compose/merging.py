@@ -6,8 +6,9 @@ If a section's `name` changes, keys that fit only the former name are dropped.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
+
+from pydantic.fields import FieldInfo
 
 from roll_lite.config.problems import Path
 from roll_lite.config.validation import discriminator_of, is_removed_by_null, sections_at
@@ -57,5 +58,8 @@ def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> lis
     if after is None or after is before:
         return []
     own = [key for key in tree if key in before.model_fields and key != "name"]
-    meaning, former_fields, fields = attrgetter("annotation", "metadata", "default"), before.model_fields, after.model_fields
-    return [key for key in own if key not in fields or meaning(former_fields[key]) != meaning(fields[key])]
+    return [key for key in own if not _alike(before.model_fields[key], after.model_fields.get(key))]
+
+
+def _alike(one: FieldInfo, other: FieldInfo | None) -> bool:
+    return other is not None and (one.annotation, one.metadata, one.default) == (other.annotation, other.metadata, other.default)

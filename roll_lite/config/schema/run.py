@@ -214,7 +214,7 @@ class LimitsConfig(Section):
     delay answers."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
     """Time limit of an engine's forward pass; an engine beyond it is lost. The limit is 40 times as high until the engine's first response
-    has ended, and never below 4 times its longest pass so far. auto: 7 with GPUs, 300 without."""
+    with each kind of sampling has ended, and never below 4 times its longest pass so far. auto: 7 with GPUs, 300 without."""
 
 
 Victim = Literal["actor_train", "critic", "reference", "actor_infer", "rollouts", "rewards", "environments", "reward_models", "judges"]

@@ -40,7 +40,8 @@ class HfRewardStrategy(ForwardStrategy):
             raise ValueError(f"{self._key}: {self._path} has {model.config.num_labels} labels; a reward model has one output")
         self._model = model.eval().requires_grad_(False).to(self.device)
         if self.device.type == "cpu":  # weights of a mapped file cannot be freed
-            self._model.load_state_dict({name: tensor.clone() for name, tensor in self._model.state_dict().items()}, assign=True)
+            for weight in self._model.parameters():
+                weight.data = weight.data.clone()
         self._mover = StateMover([self._model], None, self.device)
 
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:

@@ -6,6 +6,7 @@ compilation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -43,19 +44,26 @@ class StepWatch(Heartbeat):
         self._answer = answer
         self._is_compiling = is_compiling
         self._longest_s = 0.0
-        self._begun: set[Hashable] = set()
+        self._in_flight: Counter[Hashable] = Counter()
         self._responded: set[Hashable] = set()
         self._suspended = 0
 
-    def begin(self, kernels: Hashable) -> None:
-        """Record that a request begins. `kernels`: what selects the kernels of its sampling."""
-        self._begun.add(kernels)
+    @contextmanager
+    def in_flight(self, kernels: Hashable) -> Iterator[None]:
+        """Count a request. `kernels`: what selects the kernels of its sampling."""
+        self._in_flight[kernels] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[kernels] -= 1
 
     def responded(self, kernels: Hashable) -> None:
-        """Record that a response has ended. The first time, forget the longest step, which included compilation."""
-        if kernels not in self._responded:
-            self._responded.add(kernels)
-            self._longest_s = 0.0
+        """Record that a response has ended: the kernels of its sampling are compiled."""
+        self._responded.add(kernels)
+
+    @property
+    def _may_compile(self) -> bool:
+        return not self._responded or any(count and kernels not in self._responded for kernels, count in self._in_flight.items())
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -75,7 +83,8 @@ class StepWatch(Heartbeat):
         with suppress(Exception):  # EngineStrategy._watch reports failures
             await self._answer()
             self.listen()
-            self._longest_s = max(self._longest_s, self.waited_s)
+            if not self._may_compile:
+                self._longest_s = max(self._longest_s, self.waited_s)
 
     def listen(self, most_s: float | None = None) -> None:
         limit_s, waited_s = self.limit(), self.waited_s
@@ -89,5 +98,4 @@ class StepWatch(Heartbeat):
         limit_s = super().limit()
         if limit_s is None:
             return None
-        compiles = not self._responded or not self._begun <= self._responded
-        return max(FIRST_STEPS * limit_s if compiles else limit_s, SLOWER * self._longest_s)
+        return max(FIRST_STEPS * limit_s if self._may_compile else limit_s, SLOWER * self._longest_s)

@@ -104,9 +104,10 @@ class EngineStrategy(InferenceStrategy):
             if flight.aborted:
                 return Completion(request.request_id, finish_reason=FinishReason.ABORT)
             flight.entered, flight.version = True, self.life.version
-            self._steps.begin(kernels := request.sampling.kernels)
-            completion = await self.make.run(flight)
-            self._steps.responded(kernels)
+            with self._steps.in_flight(kernels := request.sampling.kernels):
+                completion = await self.make.run(flight)
+            if completion.token_ids:
+                self._steps.responded(kernels)
             return completion
         except asyncio.CancelledError:
             if self.life.failure is None:  # cancelled by the caller

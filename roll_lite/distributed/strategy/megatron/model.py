@@ -33,8 +33,7 @@ gradients: torch's own 8 are not enough."""
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
-    if on_gpu := torch.cuda.is_available():
-        torch._dynamo.config.recompile_limit = COMPILED_VARIANTS
+    on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=hf.layers,
         hidden_size=hf.hidden,

@@ -54,8 +54,10 @@ def stuck_after(
         if warm is not None:
             loop.call_later(warm, watch.responded, "plain")
         if other is not None:
-            loop.call_later(other[0], watch.begin, "top_p")
+            request = watch.in_flight("top_p")
+            loop.call_later(other[0], request.__enter__)
             loop.call_later(other[1], watch.responded, "top_p")
+            loop.call_later(other[1], request.__exit__, None, None, None)
         try:
             async with asyncio.timeout(watched_s):
                 return await watch.until_stuck(), loop.time()
@@ -118,6 +120,22 @@ def test_the_first_response_of_another_kind_of_sampling_may_compile_kernels_too(
     assert found is not None and found[0] - 200.0 < 10.0
     begun = stuck_after(lambda asked: 0.01 if asked < 100.0 else None, other=(90.0, 900.0))
     assert begun is not None and 280.0 < begun[0] - 100.0 < 282.0
+    slow = stuck_after(lambda asked: 5.0 if asked < 200.0 else None, other=(100.0, 150.0))
+    assert slow is not None and 20.0 < slow[0] - 200.0 < 27.0, "steps of 5 s were seen before"
+
+
+@pytest.mark.parametrize("given", [(7, 8), (), None], ids=["tokens", "none", "cancelled"])
+async def test_only_a_response_with_tokens_says_that_its_kernels_are_compiled(given: tuple[int, ...] | None) -> None:
+    class Answers(Scripted):
+        async def run(self, flight: InFlight) -> Completion:
+            if given is None:
+                raise asyncio.CancelledError
+            return Completion(flight.request.request_id, token_ids=given)
+
+    strategy = Strategy(Answers())
+    request = GenerationRequest("r", (1, 2), Sampling(temperature=1.0, max_tokens=2, top_p=0.5))
+    await asyncio.wait([strategy.generate(request)])
+    assert (request.sampling.kernels in strategy._steps._responded) == bool(given) and not strategy._steps._may_compile
 
 
 def test_compilers_are_known_among_the_processes_of_an_engine(tmp_path: Path) -> None:
