@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 
 from roll_lite.distributed.failures import MemberLost, cause_of
 from roll_lite.distributed.liveness import first_of
+from roll_lite.distributed.place import Place
 from roll_lite.distributed.strategy.base import EngineNode, EngineSpec
 from roll_lite.distributed.strategy.build import build_part
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses, kill_all
@@ -42,10 +43,11 @@ class EnginePartWorker(AsyncWorker):
         self._part = build_part(replace(spec, node=replace(node, address=own_address())))
         self._processes = EngineProcesses()
 
-    async def start(self) -> None:
+    async def start(self) -> Place:
         self._part.check_version()
         self._processes.watch(await self._part.start())
         self._watching = asyncio.create_task(self._watch())
+        return await self.place()
 
     async def _watch(self) -> None:
         while self._processes.running():  # noqa: ASYNC110 (processes make no events)
@@ -81,8 +83,7 @@ class EngineParts:
         threading.Thread(target=self._look_after, args=(started,), daemon=True, name="engine-parts").start()
         try:
             await engine
-            await asyncio.gather(*started)
-            self.nodes = tuple([place.node for place in await asyncio.gather(*(actor.place.remote() for actor in self._actors))])
+            self.nodes = tuple([place.node for place in await asyncio.gather(*started)])
         except BaseException as error:
             self._start_is_over.set()
             self.kill()

@@ -15,6 +15,7 @@ import pytest
 from ray.exceptions import RayActorError, RayError
 
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
+from roll_lite.distributed.place import Place
 from roll_lite.distributed.strategy.base import EngineNode, EngineSpec
 from roll_lite.workers import engine_parts
 from roll_lite.workers.engine_parts import EngineParts
@@ -37,10 +38,11 @@ class Answer:
     def __init__(self, error: RayError | None = None, never: bool = False) -> None:
         self.error, self.never = error, never
 
-    def __await__(self) -> Generator[Any, None, None]:
+    def __await__(self) -> Generator[Any, None, Place]:
         yield from asyncio.sleep(1000 if self.never else 0).__await__()
         if self.error is not None:
             raise self.error
+        return Place("its node", 1)
 
 
 class Rays:
@@ -85,6 +87,7 @@ async def test_every_further_node_has_an_actor_that_knows_its_number(monkeypatch
     assert first is not None and (first.nodes, first.number, first.address) == (3, 0, "127.0.0.1")
     assert [(options["num_cpus"], node.number) for options, node in rays.made] == [(1, 1), (2, 2)]
     assert all(node.meeting == first.meeting for _, node in rays.made)
+    assert parts.nodes == ("its node", "its node")
     parts.kill()
     assert len(rays.killed) == 2
 
