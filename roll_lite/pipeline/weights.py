@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,12 +104,12 @@ class WeightSync:
         return pushed
 
     def end_transfer(self) -> None:
-        """Interrupt a transfer in flight, and wait until engines and living trainers have left it."""
+        """Interrupt a transfer in flight, and wait until living trainers and engines have left it. Give up engines that do not answer."""
         if in_flight := [calls for calls in self._transfer if not calls.done and calls.group.end is None]:
             self.break_off()
             self._plan = None
-            for calls in in_flight:
-                calls.result()
+            give_up = partial(self._give_up_silent, self._transfer[0], time.monotonic(), "after the transfer had broken off")
+            gather(*in_flight, poll=give_up)
         self._transfer = []
 
     def trainer_lost(self) -> None:
@@ -183,11 +184,9 @@ class WeightSync:
                 interrupted = time.monotonic()
                 self._epoch += 1
                 interrupt(self._interrupts, self._epoch)  # otherwise the others wait for their timeout
-            if interrupted is not None and time.monotonic() - interrupted > ANSWER_SECONDS:
+            if interrupted is not None:
                 first = next((f" ({name}: {text})" for name, text in failed.items()), "")
-                cause = f"it hangs in {phase}: no answer for {ANSWER_SECONDS:g} s after others had broken off{first}"
-                for call in (call for call in engines.calls if not call.done):
-                    self._engines.actors[call.rank].give_up.remote(cause)
+                self._give_up_silent(engines, interrupted, f"after others had broken off{first}")
 
         both: list[Pending[Any]] = [engines, trainers]
         self._transfer = both
@@ -201,6 +200,13 @@ class WeightSync:
             failed = failed or {name: str(one.failure) for name, one in broken.items()}
             raise RuntimeError(f"{phase} failed: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
         return [*said.values(), *of_trainers]
+
+    def _give_up_silent(self, engines: Pending[dict[int, Transferred]], since: float, when: str) -> None:
+        """Give up engines that have not answered within ANSWER_SECONDS of `since`."""
+        if time.monotonic() - since > ANSWER_SECONDS:
+            for call in (call for call in engines.calls if not call.done):
+                cause = f"it hangs in {engines.phase}: no answer for {ANSWER_SECONDS:g} s {when}"
+                self._engines.actors[call.rank].give_up.remote(cause)
 
     def _lost(self, engines: Pending[dict[int, Transferred]], within_s: float = 0.0) -> bool:
         deadline = time.monotonic() + within_s

@@ -169,7 +169,7 @@ def test_a_lost_trainers_node_is_waited_for(hosts: Hosts, copies: int) -> None:
 def test_an_engine_on_a_node_that_is_back_with_another_model_does_not_serve(hosts: Hosts) -> None:
     for folder in (hosts.apart, hosts.apart_there):
         shutil.copytree(ROOT / "examples/models/tiny", folder / "model")
-    run = HostedRun(hosts, *ENGINES_APART, f"model.path={hosts.apart / 'model'}", "actor_infer.restarts=1")
+    run = HostedRun(hosts, *ENGINES_APART, f"model.path={hosts.apart / 'model'}")
     run.until(lambda: run.steps >= 2)
     hosts.kill(2)
     run.until(lambda: run.says(rf"actor_infer\[1\] on {hosts.addresses[2]} is lost"))

@@ -234,18 +234,31 @@ def test_a_transfer_that_another_roles_loss_left_in_flight_is_ended(
     connects = made.engines.calls.count("connect_weights")
 
     def gathered(engines: Any, trainers: Any, poll: Any) -> list[Any]:
-        for name, calls, end in (("engines", engines, None), ("trainers", trainers, None if trainers_live else "dead")):
-            calls.done, calls.group = False, SimpleNamespace(end=end)
-            calls.result = lambda name=name: waited.append(name)
+        for calls, end in ((engines, None), (trainers, None if trainers_live else "dead")):
+            calls.done, calls.group, calls.phase = False, SimpleNamespace(end=end), "update_weights"
+        silent = SimpleNamespace(done=False, rank=0)
+        engines.calls = [silent]
         raise RankFailed("rollouts", 0, "update_weights", "its process died", retryable=True)
 
     whole = module.gather
     monkeypatch.setattr(module, "gather", gathered)
     with pytest.raises(RankFailed):
         made.sync.push(4)
-    assert waited == [] and told == []
+    assert told == []
+    now, given_up = [100.0], []
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    made.sync._engines.actors = [SimpleNamespace(give_up=SimpleNamespace(remote=given_up.append))]
+
+    def until_given_up(*in_flight: Any, poll: Any) -> None:
+        waited.append(len(in_flight))
+        for now[0] in (129.0, 131.0):
+            assert given_up == []
+            poll()
+
+    monkeypatch.setattr(module, "gather", until_given_up)
     made.sync.end_transfer()
-    assert told == [2] and waited == ["engines", "trainers"][: 1 + trainers_live]
+    assert told == [2] and waited == [1 + trainers_live]
+    assert given_up == ["it hangs in update_weights: no answer for 30 s after the transfer had broken off"]
     made.sync.end_transfer()
     assert told == [2], "the next trainers have begun none"
     monkeypatch.setattr(module, "gather", whole)

@@ -161,11 +161,12 @@ class TransferGroup:
         self.failure: str | None = None
         self._steps: defaultdict[Channel, int] = defaultdict(int)
         self._announced: defaultdict[Channel, deque[tuple[int, str]]] = defaultdict(deque)
-        host, port, timeout_s = membership.host, membership.port, membership.timeout_s
+        host, port, limit_s = membership.host, membership.port, min(_CLIENT_S, membership.timeout_s)
         try:
-            self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+            self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=limit_s))
         except RuntimeError as error:
-            raise TransferTimeout(f"weight transfer: {self.name} found no rendezvous at {host}:{port} within {timeout_s:g} s") from error
+            raise TransferTimeout(f"weight transfer: {self.name} found no rendezvous at {host}:{port} within {limit_s:g} s") from error
+        self.store.set_timeout(timedelta(seconds=membership.timeout_s))
         with self.report_failures(), self._rendezvous():
             self._check_epoch()
             if number == 0:

@@ -7,6 +7,7 @@ import time
 import pytest
 from transfer_members import Members, assert_equal, deliver, fresh, half, make_plan
 
+from roll_lite.distributed.weight_sync import group
 from roll_lite.distributed.weight_sync.group import (
     Announcement,
     StaleEpoch,
@@ -43,10 +44,13 @@ def test_missing_member_is_named_while_joining() -> None:
     assert time.monotonic() - started < 60.0
 
 
-def test_no_rendezvous() -> None:
+@pytest.mark.parametrize(("timeout_s", "client_s"), [(1.0, 30.0), (300.0, 1.0)])
+def test_no_rendezvous(timeout_s: float, client_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there before members are told of it: one that is gone is not waited for as long as others are."""
+    monkeypatch.setattr(group, "_CLIENT_S", client_s)
     plan, _ = make_plan(owners=1, engines={0: 1})
     store = rendezvous_store("127.0.0.1")
-    membership = plan.membership(1, "gloo", "127.0.0.1", store.port, 1.0)
+    membership = plan.membership(1, "gloo", "127.0.0.1", store.port, timeout_s)
     del store
     with pytest.raises(TransferTimeout, match=f"trainer rank 0 found no rendezvous at 127.0.0.1:{membership.port} within 1 s"):
         half(membership, 0, sends=True)
