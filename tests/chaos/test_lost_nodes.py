@@ -175,7 +175,7 @@ def test_an_engine_on_a_node_that_is_back_with_another_model_does_not_serve(host
     run.until(lambda: run.says(rf"actor_infer\[1\] on {hosts.addresses[2]} is lost"))
     with (hosts.apart_there / "model" / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, 2)
-        weights.write(b"?")
+        weights.write(b"\0")
     hosts.start(2)
     differs = rf"model\.path: {hosts.apart / 'model'} on node {hosts.addresses[2]}, where actor_infer loads it, is not what it is on"
     run.until(lambda: run.says(rf"actor_infer\[1\].* is not started again: .*{differs}"))
