@@ -39,9 +39,6 @@ class HfRewardStrategy(ForwardStrategy):
         if model.config.num_labels != 1:
             raise ValueError(f"{self._key}: {self._path} has {model.config.num_labels} labels; a reward model has one output")
         self._model = model.eval().requires_grad_(False).to(self.device)
-        if self.device.type == "cpu":  # weights of a mapped file cannot be freed
-            for weight in self._model.parameters():
-                weight.data = weight.data.clone()
         self._mover = StateMover([self._model], None, self.device)
 
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
@@ -80,4 +77,7 @@ class HfRewardStrategy(ForwardStrategy):
         return self._mover.load({StateGroup.WEIGHTS} & set(groups))
 
     def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
+        for weight in self._model.parameters():
+            if not weight.untyped_storage().resizable():  # on a CPU: memory of a mapped file cannot be freed
+                weight.data = weight.data.clone()
         return self._mover.offload({StateGroup.WEIGHTS} & set(groups))
