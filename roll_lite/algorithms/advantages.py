@@ -1,5 +1,5 @@
-"""Advantages and whitening. Token tensors are [B, T-1]; entry t belongs to token t + 1. The bool mask is True for policy tokens (generated
-by the policy); other tokens, such as tool output, are skipped."""
+"""Formulas of advantages and whitening. Token tensors have shape [B, T-1]; entry t belongs to token t + 1. The bool mask is True for policy
+tokens, which the policy generated. Other tokens, such as tool output, are skipped."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class _Groups:
     size: torch.Tensor
     mean: torch.Tensor
     flat: torch.Tensor
-    """[N] bool: all rewards of the row's group are equal."""
+    """[N] bool: True if the rewards in the row's group are all equal."""
 
     @classmethod
     def of(cls, rewards: torch.Tensor, groups: torch.Tensor) -> _Groups:
@@ -131,8 +131,8 @@ def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
 
 
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
-    """Reward minus group mean (Dr. GRPO), divided by the group's standard deviation if `normalize_std` (GRPO). Groups with equal rewards
-    before KL (`before_kl` [N]) then get advantage 0, since the division would magnify small KL differences."""
+    """Compute reward minus group mean (Dr. GRPO). With `normalize_std`, divide by the group's standard deviation (GRPO). The division would
+    magnify small KL differences, so groups whose rewards before KL (`before_kl` [N]) are equal then get advantage 0."""
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
         of = replace(of, flat=_Groups.of(before_kl, groups).flat)
@@ -144,8 +144,8 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return each turn's reward plus the discounted rewards of later turns in the same row. Entries are turns, sorted by row, then by
-    time."""
+    """Compute each turn's discounted return: its reward plus the discounted rewards of later turns in the row. Entries are turns, sorted by
+    row, then by time."""
     returns = rewards.double().clone()
     for turn in range(len(returns) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:
@@ -154,13 +154,13 @@ def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) ->
 
 
 def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Reward minus the mean of the group's other samples."""
+    """Compute reward minus the mean reward of the group's other samples."""
     of = _Groups.of(rewards, groups)
     return of.advantages((of.rewards - of.mean) * of.size / (of.size - 1).clamp(min=1))
 
 
 def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor) -> torch.Tensor:
-    """Reward minus the group's length-weighted mean reward; 0 in groups of empty responses."""
+    """Compute reward minus the group's mean reward, weighted by response length. Groups of empty responses get 0."""
     of = _Groups.of(rewards, groups)
     lengths = policy_tokens.double()
     total = _sum_of_group(lengths, of.member)
@@ -171,9 +171,9 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return (reward - group mean) * n / m: n counts samples, m counts samples in groups with unequal rewards. The factor keeps equal
-    groups from diluting the gradient. before_kl [N]: rewards without KL, which decide whether a group is equal. trains [N] bool: samples to
-    count; None: all."""
+    """Compute (reward - group mean) * n / m. n is the number of samples; m is the number of samples in groups with unequal rewards. Without
+    the factor, groups with equal rewards would shrink the gradient. before_kl [N]: rewards without KL; they decide if a group's rewards
+    are equal. trains [N] bool: samples to count; None: all."""
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
     counted = torch.ones_like(spread) if trains is None else trains

@@ -212,7 +212,7 @@ def _chosen(place: str, given: Given, prompts: PromptSet, by_text: Mapping[str, 
 
 
 def read_references(config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None) -> References:
-    """Try reference answers in random order, for at most `seconds`, and find those that the reward cannot read."""
+    """Let the reward read the reference answers in random order, for at most `seconds`. Return those that it cannot read."""
     plain = config.model_copy(update={"terms": [], "format": None})
     read: dict[int, str | None] = {}
     with closing(RewardProcess(plain, path)) as reward:

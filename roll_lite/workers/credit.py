@@ -24,8 +24,8 @@ from roll_lite.workers.credit_inputs import CreditInputs, SampleTable, users_adv
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""All-gather over data-parallel ranks. Function (this rank's tensor [rows, n]) -> tensors of all ranks, in rank order, with any number of
-rows."""
+"""Function that all-gathers over data-parallel ranks. It takes this rank's tensor [rows, n] and returns all ranks' tensors in rank order.
+Ranks may have different numbers of rows."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class RemoteBackend(HttpSettings):
     name: Literal["sandbox_fusion"] = "sandbox_fusion"
     """The service's protocol."""
     url: Addresses
-    """One or several URLs; requests go to the least busy."""
+    """URL, or list of URLs. Each request goes to the server with the fewest requests in progress."""
     concurrency: PositiveInt = 16
     """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 60.0

@@ -28,7 +28,7 @@ class Test:
 
 
 def tests_of(sample: RewardInput, column: str | None) -> list[Test]:
-    """Read tests from `column`; None: from the answer. RewardFailed if there are none."""
+    """Read the sample's tests from `column`, or from its answer if `column` is None. Raise RewardFailed if it has no tests."""
     if column is not None and column not in sample.columns:
         raise RewardFailed(f"reward code: there is no column {column!r} with tests")
     given = sample.answer if column is None else sample.columns[column]
