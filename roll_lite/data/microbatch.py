@@ -133,10 +133,14 @@ class MicroBatchPlan:
         assert np.array_equal(np.sort(rows), np.arange(len(lengths))), f"{planner} does not cut {len(lengths)} rows into parts once each"
         return MicroBatchPlan(tuple(parts), count, multiples.tokens)
 
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self.parts))
+
     def cut(self, batch: DataProto) -> list[DataProto]:
         """Split a batch into micro-batches, empty ones last."""
-        if len(batch) != (planned := sum(map(len, self.parts))):
-            raise ValueError(f"a plan for {planned} rows was given a batch of {len(batch)}")
+        if len(batch) != self.rows:
+            raise ValueError(f"a plan for {self.rows} rows was given a batch of {len(batch)}")
         return [batch.take(rows) for rows in self.parts] + [batch.slice(0, 0)] * (self.count - len(self.parts))
 
     def lengths(self, batch: DataProto) -> list[torch.Tensor]:
@@ -148,7 +152,7 @@ class MicroBatchPlan:
         if not with_rows:
             return Ragged.from_rows([], torch.float32)
         parts = zip(with_rows, self.lengths(batch), strict=False)
-        joined = Ragged.concat([Ragged.from_padded(output.detach().to("cpu", torch.float32), lengths - 1) for output, lengths in parts])
+        joined = Ragged.concat([Ragged.from_padded(_on_host(output), lengths - 1) for output, lengths in parts])
         return joined if self._order is None else joined.take(self._order)
 
     def collect_tokens(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
@@ -164,7 +168,7 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_rows(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        joined = torch.cat([torch.empty(0), *(output.detach().to("cpu", torch.float32) for output in self._with_rows(outputs))])
+        joined = torch.cat([torch.empty(0), *map(_on_host, self._with_rows(outputs))])
         return joined if self._order is None else joined[self._order]
 
     def _with_rows(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -198,3 +202,7 @@ def padded(rows: DataProto) -> MicroBatch:
             columns[name] = column
     real = torch.arange(1, width) < lengths[:, None]
     return MicroBatch(columns, columns["response_mask"][:, 1:] & real if "response_mask" in columns else real)
+
+
+def _on_host(output: torch.Tensor) -> torch.Tensor:
+    return output.detach().to("cpu", torch.float32)

@@ -46,7 +46,7 @@ class Ragged:
             raise ValueError(f"ragged: {len(sizes)} lengths for a padded tensor of shape {tuple(padded.shape)}")
         if len(sizes) and (int(sizes.min()) < 0 or int(sizes.max()) > padded.shape[1]):
             raise ValueError(f"ragged: lengths between {int(sizes.min())} and {int(sizes.max())} do not fit rows of {padded.shape[1]}")
-        return Ragged(padded.cpu()[torch.arange(padded.shape[1]) < sizes[:, None]], _offsets(sizes))
+        return Ragged(padded.cpu()[_real(sizes, padded.shape[1])], _offsets(sizes))
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -87,11 +87,7 @@ class Ragged:
             raise ValueError("ragged: nothing to concatenate")
         values = [part.values for part in parts]
         if fill is not None:
-            width = max((each.shape[1] for each in values if each.dim() == 2), default=0)
-            values = [
-                torch.nn.functional.pad(each, (0, width - each.shape[1]), value=fill) if each.dim() == 2 else each.new_empty(0, width)
-                for each in values
-            ]
+            values = _widened(values, fill)
         elif len({each.shape[1:] for each in values if len(each)}) > 1:
             raise ValueError(f"ragged: entries of different shapes: {', '.join(str(tuple(each.shape[1:])) for each in values)}")
         return Ragged(torch.cat(values), _offsets(torch.cat([part.lengths for part in parts])))
@@ -102,7 +98,7 @@ class Ragged:
         if width < longest:
             raise ValueError(f"ragged: a row of {longest} does not fit the length {width}")
         padded = torch.full((len(self), width, *self.values.shape[1:]), pad_value, dtype=self.values.dtype)
-        padded[torch.arange(width) < self.lengths[:, None]] = self.values
+        padded[_real(self.lengths, width)] = self.values
         return padded
 
     def equals(self, other: Ragged) -> bool:
@@ -161,5 +157,17 @@ def _rebuild(values: np.ndarray, offsets: np.ndarray) -> Ragged:
     return Ragged(from_numpy(values), from_numpy(offsets))
 
 
+def _widened(values: list[torch.Tensor], fill: float | int) -> list[torch.Tensor]:
+    width = max((each.shape[1] for each in values if each.dim() == 2), default=0)
+    return [
+        torch.nn.functional.pad(each, (0, width - each.shape[1]), value=fill) if each.dim() == 2 else each.new_empty(0, width)
+        for each in values
+    ]
+
+
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(lengths, 0)])
+
+
+def _real(lengths: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.arange(width) < lengths[:, None]

@@ -45,7 +45,7 @@ class Admission:
         if self.batches_requested == self.handed_out and self._pacing.supply.max_staleness == 0:
             return  # a prompt started now would be too old for the next batch
         for scheduler in self._schedulers.values():
-            while scheduler.owed and self._router.has_room(self.announced, self._announced_tokens):
+            while scheduler.owed and self._has_room():
                 if scheduler.admit(self.batches_requested, replaces=True):
                     self._announce(scheduler.name)
         most, due = self._most_places(), self._requested_places()
@@ -53,7 +53,7 @@ class Admission:
         self._note_behind({name for name, samples in room.items() if samples <= 0})
         # Domains whose finished groups fill three batches: further groups would become stale.
         enough = {name for name in room if self._schedulers[name].finished >= 3 * self._of_a_batch(self._domains[name])}
-        while room and self._router.has_room(self.announced, self._announced_tokens) and not self.drop_exhausted():
+        while room and self._has_room() and not self.drop_exhausted():
             found = self.plan.admit({name: due if samples <= 0 or name in enough else most for name, samples in room.items()})
             if found is None:
                 return
@@ -75,6 +75,9 @@ class Admission:
     def _have_come(self, requests: int, tokens: float) -> None:
         self.announced -= requests
         self._announced_tokens -= tokens
+
+    def _has_room(self) -> bool:
+        return self._router.has_room(self.announced, self._announced_tokens)
 
     def drop_exhausted(self) -> bool:
         """Remove domains without further prompts from the batch plan. Return True if no domain remains."""

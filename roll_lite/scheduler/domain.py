@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, SampleOutcome, Sampling
-from roll_lite.scheduler.filters import GroupFilter
+from roll_lite.scheduler.filters import GroupFilter, LeftOut
 from roll_lite.scheduler.ledger import DELIVERED, DROPPED, FAILED, FILTERED, STALE, group_line
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.runner import Episode, RewardClient, SampleRunner, one_response
@@ -214,33 +214,39 @@ class DomainScheduler:
         if lost is not None:
             self._enter(live, FAILED, lost, group)
             self._on_left_out(ended(group, SampleOutcome.FAILED, lost))
-            self.owed += 1
-            self._ends.append(lost)
-            for last, most in ((self._failure_limit, 1.0), (LONG_WINDOW_FACTOR * self._failure_limit, MAX_LOST_FRACTION)):
-                causes = Counter(end for end in list(self._ends)[-last:] if end is not None)
-                if len(self._ends) >= last and causes.total() >= most * last:
-                    why = f"of the last {last} prompts {causes.total()} yielded no group that can train, {commonest(causes)}"
-                    raise DomainFailed(f"domain {self.name}: {why}")
+            self._lose(lost)
         elif chosen is not None and filtered is not None:
             self._enter(live, FILTERED, filtered.text, group)
             self._on_left_out(ended(group, SampleOutcome.FILTERED, filtered.text))
-            self._ends.append(None)
-            self._recorder.domains[self.name].filtered[filtered.word] += 1
-            if self._tries_left > 0:
-                self._tries_left -= 1
-                self.owed += 1
-            elif not chosen.fill:
-                self._given_up += 1
-            else:
-                raise DomainFailed(
-                    f"domain {self.name}: {chosen.tries} prompts for each place of the batch were tried, and too many groups filtered "
-                    f"(the last one: {filtered.text}); rollout.filter.tries allows more, "
-                    "rollout.filter.when_short: continue trains on what there is"
-                )
+            self._filter_out(chosen, filtered)
         else:
             self._ends.append(None)
             live.group = group
             self._finished[live.number] = live
+
+    def _lose(self, cause: str) -> None:
+        self.owed += 1
+        self._ends.append(cause)
+        for last, most in ((self._failure_limit, 1.0), (LONG_WINDOW_FACTOR * self._failure_limit, MAX_LOST_FRACTION)):
+            causes = Counter(end for end in list(self._ends)[-last:] if end is not None)
+            if len(self._ends) >= last and causes.total() >= most * last:
+                why = f"of the last {last} prompts {causes.total()} yielded no group that can train, {commonest(causes)}"
+                raise DomainFailed(f"domain {self.name}: {why}")
+
+    def _filter_out(self, chosen: GroupFilter, cause: LeftOut) -> None:
+        self._ends.append(None)
+        self._recorder.domains[self.name].filtered[cause.word] += 1
+        if self._tries_left > 0:
+            self._tries_left -= 1
+            self.owed += 1
+        elif not chosen.fill:
+            self._given_up += 1
+        else:
+            raise DomainFailed(
+                f"domain {self.name}: {chosen.tries} prompts for each place of the batch were tried, and too many groups filtered "
+                f"(the last one: {cause.text}); rollout.filter.tries allows more, "
+                "rollout.filter.when_short: continue trains on what there is"
+            )
 
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
         """Return `count` groups for the current batch in order of admission; None if they are not ready.

@@ -98,21 +98,11 @@ class ActorLoss:
         log_probs = outputs.log_probs.masked_fill(~mask, 0.0)
         old_column = OLD_COLUMN[self.old_log_probs]
         old = log_probs.detach() if old_column is None else _column(micro_batch, old_column)
-        weight = mask * micro_batch.columns["loss_weight"][:, None]
+        weight = _token_weights(micro_batch)
 
         terms = PolicyTerms(log_probs, old, _column(micro_batch, "advantages"), mask)
-        # Optional arguments of the user's loss function. Only the entropy has a gradient.
-        columns = micro_batch.columns if outputs.entropy is None else {**micro_batch.columns, "entropy": outputs.entropy}
-        policy = policy_loss(self.policy_loss, terms, **{name: columns[name].masked_fill(~mask, 0.0) for name in self.given})
-        ratio = policy.ratio.double().masked_fill(~mask, 0.0)
-        tokens = {
-            "actor/tokens": mask,
-            "actor/ratio": ratio,
-            "actor/ratio_square": ratio.square(),
-            "actor/approx_kl": kl_estimate(old, log_probs.detach(), "k3"),
-            "actor/clip_low": policy.clipped_low,
-            "actor/clip_high": policy.clipped_high,
-        }
+        policy = policy_loss(self.policy_loss, terms, **self._given_columns(outputs, micro_batch))
+        tokens = _policy_diagnostics(policy, log_probs.detach(), old, mask)
         # Under `rollout` the old log-probs are the engine's own, so the mismatch is measured with those of the training forward.
         trained = log_probs.detach() if self.old_log_probs == "rollout" else old
         corrected, measured = self._corrected(policy.loss, trained, micro_batch)
@@ -132,17 +122,21 @@ class ActorLoss:
                 loss = loss + self.entropy_coef * (weight * entropy)
         numbers = domain_numbers(micro_batch, self.domains)
         if "rollout_log_probs" in micro_batch.columns:
-            difference, k3 = mismatch_of_tokens(_column(micro_batch, "rollout_log_probs"), trained)
-            self.peaks.record("mismatch/max", difference, mask, numbers)
-            if "sample" in micro_batch.columns:
-                self.mismatch.record(micro_batch.columns["sample"], difference, mask)
-            tokens |= {"mismatch/mean": difference, "mismatch/k3": k3}
+            tokens |= self._mismatch(trained, micro_batch, numbers)
         metrics |= {"actor/loss": _total(loss), **sums_by_domain(tokens, numbers, self.domains)}
-        self.ratios.record(log_probs.detach() - old, mask, numbers)
-        ratios = torch.exp(clamped_log_ratio(log_probs.detach(), old))
+        self._record_ratios(log_probs.detach(), old, mask, numbers)
+        return loss.sum(), metrics
+
+    def _given_columns(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Return the optional arguments of the user's loss function: {name: [B, T-1]}, 0 where masked. Only the entropy has a gradient."""
+        columns = micro_batch.columns if outputs.entropy is None else {**micro_batch.columns, "entropy": outputs.entropy}
+        return {name: columns[name].masked_fill(~micro_batch.mask, 0.0) for name in self.given}
+
+    def _record_ratios(self, current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, numbers: torch.Tensor) -> None:
+        self.ratios.record(current - old, mask, numbers)
+        ratios = torch.exp(clamped_log_ratio(current, old))
         self.peaks.record("actor/ratio_max", ratios, mask, numbers)
         self.peaks.record("actor/ratio_min", ratios, mask, numbers, smallest=True)
-        return loss.sum(), metrics
 
     def _corrected(
         self, loss: torch.Tensor, trained: torch.Tensor, micro_batch: MicroBatch
@@ -180,6 +174,13 @@ class ActorLoss:
         assert self.kl_estimator != "full"
         return kl_loss(log_probs, reference, self.kl_estimator, self.kl_unbiased_gradient, old), measured
 
+    def _mismatch(self, trained: torch.Tensor, micro_batch: MicroBatch, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+        difference, k3 = mismatch_of_tokens(_column(micro_batch, "rollout_log_probs"), trained)
+        self.peaks.record("mismatch/max", difference, micro_batch.mask, numbers)
+        if "sample" in micro_batch.columns:
+            self.mismatch.record(micro_batch.columns["sample"], difference, micro_batch.mask)
+        return {"mismatch/mean": difference, "mismatch/k3": k3}
+
 
 def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
     """Return each row's domain number, [B]; 0 without the column."""
@@ -203,7 +204,7 @@ class CriticLoss:
         mask = micro_batch.mask
         old, returns = _column(micro_batch, "values"), _column(micro_batch, "returns")
         value = clipped_value_loss(outputs.values, old, returns, mask, self.clip)
-        weighted = mask * micro_batch.columns["loss_weight"][:, None] * value.loss
+        weighted = _token_weights(micro_batch) * value.loss
         predicted = outputs.values.detach().masked_fill(~mask, 0.0)
         # Measured with the values before the updates: later ones have been trained on these returns.
         errors = returns.double() - old.double()
@@ -220,8 +221,24 @@ class CriticLoss:
         return weighted.sum(), {"critic/loss": _total(weighted), **sums_by_domain(tokens, numbers, self.domains)}
 
 
+def _policy_diagnostics(policy: PolicyLoss, current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    ratio = policy.ratio.double().masked_fill(~mask, 0.0)
+    return {
+        "actor/tokens": mask,
+        "actor/ratio": ratio,
+        "actor/ratio_square": ratio.square(),
+        "actor/approx_kl": kl_estimate(old, current, "k3"),
+        "actor/clip_low": policy.clipped_low,
+        "actor/clip_high": policy.clipped_high,
+    }
+
+
 def _column(micro_batch: MicroBatch, name: str) -> torch.Tensor:
     return micro_batch.columns[name].masked_fill(~micro_batch.mask, 0.0)
+
+
+def _token_weights(micro_batch: MicroBatch) -> torch.Tensor:
+    return micro_batch.mask * micro_batch.columns["loss_weight"][:, None]
 
 
 def _total(x: torch.Tensor) -> torch.Tensor:

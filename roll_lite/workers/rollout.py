@@ -268,7 +268,7 @@ class RolloutWorker(AsyncWorker):
         """Return a batch of `prompts` prompts: rows of accepted samples, with references to their tokens."""
         result = await self._service.next_batch(prompts)
         state = self._service.state_dict()
-        await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
+        await self._reward_models_rest()
         trainable = accepted(result.groups)
         rows = rows_of(trainable, self._temperatures)
         writing = self._samples_file("step", step, result.groups)
@@ -325,13 +325,16 @@ class RolloutWorker(AsyncWorker):
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
         """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
-        await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
+        await self._reward_models_rest()
         columns = reported_columns(result.groups, self._config.domains)
         await self._write(self._samples_file("validation", step, result.groups, columns))
         if self._writing is not None:
             await self._writing  # trackers read the file next
         temperatures = {name: one.temperature for name, one in sampling.items()}
         return held_out_rows(accepted(result.groups), temperatures, columns), result.stats
+
+    async def _reward_models_rest(self) -> None:
+        await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
 
     def _samples_file(
         self, kind: str, step: int, groups: list[SampleGroup], columns: Mapping[str, Sequence[str]] = NONE

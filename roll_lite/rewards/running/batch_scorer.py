@@ -138,11 +138,9 @@ class BatchScorer:
             started = time.monotonic()
             if len(open_) > 1 and call[0] is not open_[0] and started > until:
                 return
-            items = [one.item for one in call]
             try:
-                scores = limited(self._rest(call), lambda items=items: function.run(function.scores(items)), waiting=True)  # type: ignore[misc]
-                for entry, score in zip(call, scores, strict=True):
-                    entry.parts[function] = score
+                scores = limited(self._rest(call), lambda call=call: function.run(function.scores(_items(call))), waiting=True)  # type: ignore[misc]
+                _note(function, call, scores)
             except TimeLimitExceeded:
                 scored.interrupted = True
                 if len(call) > 1:
@@ -192,7 +190,7 @@ class BatchScorer:
     async def _call_async(self, function: RewardFunction, entries: list[_Entry]) -> None:
         try:
             async with asyncio.timeout(self._rest(entries)):
-                scores = await function.scores([entry.item for entry in entries])
+                scores = await function.scores(_items(entries))
         except TimeoutError:
             for entry in entries:
                 entry.is_suspect = len(entries) > 1
@@ -203,8 +201,7 @@ class BatchScorer:
             else:
                 entries[0].parts[function] = failure
         else:
-            for entry, score in zip(entries, scores, strict=True):
-                entry.parts[function] = score
+            _note(function, entries, scores)
 
     def _is_done(self, entry: _Entry) -> bool:
         return entry.is_suspect or not self._unfailed([entry]) or all(function in entry.parts for function in self._asyncs)
@@ -226,3 +223,12 @@ class BatchScorer:
         except RewardFailed as failure:
             return failure.cause
         return replace(score, format_ok=entry.format_ok)
+
+
+def _items(entries: Sequence[_Entry]) -> list[RewardInput]:
+    return [entry.item for entry in entries]
+
+
+def _note(function: RewardFunction, entries: Sequence[_Entry], scores: Sequence[Score | RewardFailed]) -> None:
+    for entry, score in zip(entries, scores, strict=True):
+        entry.parts[function] = score

@@ -67,6 +67,10 @@ class VllmProcesses:
         with self._scratch.inherited():
             yield
 
+    def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            self._scratch.remove()
+
 
 class VllmEngine(VllmProcesses):
     """vLLM engine, or the first node's part of a multi-node engine. After its death, calls to vLLM except `generate` and `abort` never
@@ -87,9 +91,7 @@ class VllmEngine(VllmProcesses):
     async def start(self) -> list[int]:
         """Start the engine. Blocks the event loop: processes belong to the thread that starts them."""
         with self._inherited():
-            from vllm.v1.engine.async_llm import AsyncLLM
-
-            self._running = AsyncLLM.from_engine_args(engine_args(self._spec, self._cuda))
+            self._running = self._start()
         restore_stop_overlap(self._running.output_processor)
         config = self._llm.model_config.hf_config.get_text_config()
         self._vocabulary, self._tied = int(config.vocab_size), bool(config.tie_word_embeddings)
@@ -97,6 +99,11 @@ class VllmEngine(VllmProcesses):
         self._adapters = adapters_request() if self._spec.lora is not None else None
         manager = self._llm.engine_core.resources.engine_manager
         return [process.pid for process in manager.processes if process.pid is not None] if manager is not None else []
+
+    def _start(self) -> AsyncLLM:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(engine_args(self._spec, self._cuda))
 
     async def prepare(self, config: HfConfig) -> None:
         read = (self._vocabulary, self._tied)
@@ -123,8 +130,7 @@ class VllmEngine(VllmProcesses):
                 # vLLM's listener would report the engine's end as a crash.
                 llm.output_handler.cancel()
             await processes.end(lambda: llm.shutdown(timeout=_LAST_S))
-        if self._scratch is not None:
-            self._scratch.remove()
+        self._remove_scratch()
 
     @property
     def _llm(self) -> AsyncLLM:
@@ -231,5 +237,4 @@ class VllmPart(VllmProcesses):
         executor, self._executor = self._executor, None
         if executor is not None:
             await processes.end(executor.shutdown)
-        if self._scratch is not None:
-            self._scratch.remove()
+        self._remove_scratch()
