@@ -153,6 +153,10 @@ def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) ->
     return returns
 
 
+def minus_group_mean(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    return grpo(rewards, groups, normalize_std=False)
+
+
 def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """Compute reward minus the mean reward of the group's other samples."""
     of = _Groups.of(rewards, groups)

@@ -38,7 +38,7 @@ from roll_lite.pipeline.sources import BatchSource, Validations
 from roll_lite.pipeline.traces import Traces
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.credit import compared_before_training, credit_columns
-from roll_lite.workers.model import CriticWorker, Update
+from roll_lite.workers.model import CriticWorker, TrainShare, Update
 from roll_lite.workers.rollout import RolloutBatch
 
 
@@ -233,10 +233,7 @@ class RLVRPipeline:
         turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
         supervised: list[DataProto] = []
         if self.steps_done >= self.algorithm.critic_warmup_steps:
-            own = actor.shares(batch, self.actor_columns, mini_batches)
-            if self.ptx is not None:
-                further = self.ptx.shares(len(own[0].mini_batches), len(own), actor.ranks.layouts[0].attention_parity_tokens)
-                own = [replace(share, supervised=rows) for share, rows in zip(own, further, strict=True)]
+            own = self.with_supervised(actor.shares(batch, self.actor_columns, mini_batches))
             supervised = [DataProto.concat(rows) for rows in zip(*(share.supervised for share in own), strict=True)]
             self.batch_files.write_supervised(self.steps_done + 1, supervised)
             work = partial(actor.ranks.start_scatter, ActorWorker.train, own, kl_coef)
@@ -257,8 +254,8 @@ class RLVRPipeline:
                 compare()
         self.version += "actor" in updates
         for first in self.skipped.count(self.steps_done + 1, updates):  # first.update counts from 1
-            of_ptx = supervised[first.update - 1] if supervised and first.role == "actor" else None
-            self.batch_files.write_skipped(first, actor, batch, mini_batches[first.update - 1], self.kl_coefs, of_ptx)
+            further = supervised[first.update - 1] if supervised and first.role == "actor" else None
+            self.batch_files.write_skipped(first, actor, batch, mini_batches[first.update - 1], self.kl_coefs, further)
             self.journal.skipped(first)
         sums = [update.result.metrics for update in updates.get("actor", [[]])[0] if not update.result.skipped]
         self.kl_in_loss.step(per_token(sums, "actor/kl_ref", "actor/tokens"), training_rows(batch) if sums else 0)
@@ -418,6 +415,13 @@ class RLVRPipeline:
             "agreement": self.agreement,
             **of_ptx,
         }
+
+    def with_supervised(self, shares: list[TrainShare]) -> list[TrainShare]:
+        if self.ptx is None:
+            return shares
+        ranks = self.models.actor.ranks
+        further = self.ptx.shares(len(shares[0].mini_batches), len(shares), ranks.layouts[0].attention_parity_tokens)
+        return [replace(share, supervised=rows) for share, rows in zip(shares, further, strict=True)]
 
     def cut(self, batch: Batch) -> list[MiniBatch]:
         of = sample_rows_of(batch.rows)

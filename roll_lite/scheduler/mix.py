@@ -30,13 +30,13 @@ class DomainMix:
         return {name: weight / self._total_weight for name, weight in self._weights.items()}
 
     def places(self, count: int) -> list[str]:
-        names = []
-        for _ in range(count):
-            name = self._next()
-            self._counts[name] += 1
-            self._places += 1
-            names.append(name)
-        return names
+        return [self._give() for _ in range(count)]
+
+    def _give(self) -> str:
+        name = self._next()
+        self._counts[name] += 1
+        self._places += 1
+        return name
 
     def _next(self) -> str:
         if len(self._weights) == 1:

@@ -227,7 +227,7 @@ def _reinforce_plus_plus(task: CreditTask, gamma: float, discount: str, baseline
     last_token_reward = task.last_token_reward
     if baseline == "group":
         samples = task.global_samples()
-        last_token_reward = last_token_reward - task.score + formulas.grpo(samples.scores, samples.groups, False)[samples.local]
+        last_token_reward = last_token_reward - task.score + formulas.minus_group_mean(samples.scores, samples.groups)[samples.local]
     return formulas.reinforce(task.dense_rewards, task.mask, gamma, last_token_reward, task.whitening, discount == "turn"), None
 
 

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_lite.algorithms.advantages import gpg, grpo, opo, remax, rloo
+from roll_lite.algorithms.advantages import gpg, grpo, minus_group_mean, opo, remax, rloo
 
 Estimator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": lambda rewards, groups, tokens: grpo(rewards, groups, True),
     "dr_grpo": lambda rewards, groups, tokens: grpo(rewards, groups, False),
-    "group_mean": lambda rewards, groups, tokens: grpo(rewards, groups, False),
+    "group_mean": lambda rewards, groups, tokens: minus_group_mean(rewards, groups),
     "rloo": lambda rewards, groups, tokens: rloo(rewards, groups),
     "opo": opo,
     "gpg": lambda rewards, groups, tokens: gpg(rewards, groups),

@@ -42,7 +42,7 @@ def test_a_plan_by_hand() -> None:
     """Seven rows, three at a time: 3 + 3 + 1. Another rank has four micro-batches, stages take turns in twos: four, one of them idle."""
     plan = MicroBatchPlan.of(torch.tensor([9, 4, 12, 2, 7, 5, 3]), RowsAtATime(3), Multiples(tokens=4, count=2), agree=lambda count: 4)
     assert [part.tolist() for part in plan.parts] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert (plan.count, sum(map(len, plan.parts)), plan.tokens_divisor) == (4, 7, 4)
+    assert (plan.count, plan.rows, plan.tokens_divisor) == (4, 7, 4)
     shapes = [tuple(padded(rows).columns["input_ids"].shape) for rows in plan.cut(tokens([9, 4, 12, 2, 7, 5, 3]))]
     assert shapes == [(3, 12), (3, 7), (1, 3), (0, 2)]
 

@@ -156,10 +156,7 @@ def plan_transfers(
     names = [tensor.name for tensor in export.tensors]
     assert len(set(names)) == len(names), f"exported twice: {sorted({name for name in names if names.count(name) > 1})}"
     trainers = tuple(sorted({*export.handing_on, *(tensor.owner for tensor in export.tensors)}))
-    for bucket in export.buckets():
-        owners = sorted({tensor.owner for tensor in bucket})
-        # With two owners, gloo workers could deadlock, since they forward all buckets through two buffers.
-        assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"
+    _require_one_owner(export)
     members = range(len(trainers), len(trainers) + sum(engines.values()))
     worker_of = _workers_of_experts(names, expert_parallel)
     ways: dict[tuple[int, int, int | None], list[ExportedTensor]] = {}
@@ -167,10 +164,17 @@ def plan_transfers(
         ways.setdefault((tensor.bucket, trainers.index(tensor.owner), worker_of.get(tensor.name)), []).append(tensor.sent_as(dtype))
     routes = [
         # Engines that share experts have equal numbers of workers.
-        Route(number, sender, tuple(members if worker is None else members[worker::expert_parallel]), tuple(tensors))
-        for (number, sender, worker), tensors in ways.items()
+        Route(bucket, sender, tuple(members if worker is None else members[worker::expert_parallel]), tuple(tensors))
+        for (bucket, sender, worker), tensors in ways.items()
     ]
     return TransferPlan(tuple(routes), trainers, dict(engines))
+
+
+def _require_one_owner(export: ExportPlan) -> None:
+    """Assert that each bucket has one owner. With two, gloo workers could deadlock, since they forward all buckets through two buffers."""
+    for bucket in export.buckets():
+        owners = sorted({tensor.owner for tensor in bucket})
+        assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:

@@ -9,8 +9,9 @@ import marshal
 import re
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -29,30 +30,36 @@ _STAND_IN = "_roll_lite_cpu_device"
 """Global variable through which rewritten modules reach cpu_device. The loader sets it: an import statement would shift line numbers."""
 
 
+@dataclass(frozen=True)
+class _Rewrite:
+    pattern: re.Pattern[str]
+    replacement: str | Callable[[re.Match[str]], str]
+
+
 _REWRITES = (
     # Type strings of CUDA tensors, compared in optimizer.py, distrib_optimizer.py and clip_grads.py.
-    (re.compile(r"""(['"])torch\.cuda\.(Half|Float|BFloat16)Tensor"""), r"\1torch.\2Tensor"),
+    _Rewrite(re.compile(r"""(['"])torch\.cuda\.(Half|Float|BFloat16)Tensor"""), r"\1torch.\2Tensor"),
     # Private helpers in tensor_parallel/random.py that wait for the CUDA driver.
-    (re.compile(r"from torch\.cuda import"), f"from {cpu_device.__name__} import"),
+    _Rewrite(re.compile(r"from torch\.cuda import"), f"from {cpu_device.__name__} import"),
     # Copies to the device (grad_scaler.py, optimizer.py, ...); .cpu() does nothing on the host.
-    (re.compile(r"\.cuda\((?:non_blocking=True|torch\.cuda\.current_device\(\))?\)"), ".cpu()"),
+    _Rewrite(re.compile(r"\.cuda\((?:non_blocking=True|torch\.cuda\.current_device\(\))?\)"), ".cpu()"),
     # current_device, synchronize, streams, RNG states, nvtx ranges.
-    (re.compile(r"\btorch\.cuda\."), f"{_STAND_IN}."),
+    _Rewrite(re.compile(r"\btorch\.cuda\."), f"{_STAND_IN}."),
     # Device literals: torch.zeros(..., device="cuda"), custom_fwd(device_type="cuda"), ...
-    (re.compile(r"""(['"])cuda\1"""), '"cpu"'),
+    _Rewrite(re.compile(r"""(['"])cuda\1"""), '"cpu"'),
     # Pinned host memory needs a GPU.
-    (re.compile(r"\bpin_memory=True"), "pin_memory=False"),
-    (re.compile(r"\.cpu\(\)\.pin_memory\(\)"), ".cpu()"),
+    _Rewrite(re.compile(r"\bpin_memory=True"), "pin_memory=False"),
+    _Rewrite(re.compile(r"\.cpu\(\)\.pin_memory\(\)"), ".cpu()"),
     # moe_utils.py converts the dispatcher's token counts to numpy arrays only on a GPU.
-    (
+    _Rewrite(
         re.compile(r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:"),
         "if torch.is_tensor(tensor := tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor) and tensor.is_cuda:",
     ),
     # Exchanges of unequal pieces in mappings.py, which gloo does not support.
-    (re.compile(r"\btorch\.distributed\.all_gather\(output_tensor_list"), f"{_STAND_IN}.ragged_all_gather(output_tensor_list"),
-    (re.compile(r"\btorch\.distributed\.reduce_scatter\(output, "), f"{_STAND_IN}.ragged_reduce_scatter(output, "),
+    _Rewrite(re.compile(r"\btorch\.distributed\.all_gather\(output_tensor_list"), f"{_STAND_IN}.ragged_all_gather(output_tensor_list"),
+    _Rewrite(re.compile(r"\btorch\.distributed\.reduce_scatter\(output, "), f"{_STAND_IN}.ragged_reduce_scatter(output, "),
     # torch.compile of small fusions in jit.py takes minutes on a CPU.
-    (re.compile(r"jit_fuser = torch\.compile"), "jit_fuser = noop_decorator"),
+    _Rewrite(re.compile(r"jit_fuser = torch\.compile"), "jit_fuser = noop_decorator"),
 )
 
 EXPECTED: dict[str, int] = {
@@ -107,8 +114,8 @@ def install() -> None:
 
 def rewrite(module: str, source: str) -> str:
     count = 0
-    for pattern, replacement in _REWRITES:
-        source, found = pattern.subn(replacement, source)
+    for rule in _REWRITES:
+        source, found = rule.pattern.subn(rule.replacement, source)
         count += found
     if count != EXPECTED[module]:
         raise ImportError(

@@ -32,23 +32,31 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Name endings of weight files. Other files of the model's folder are copied."""
 
 
+def read_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter.detach()
+
+
 @dataclass(frozen=True)
 class _Source:
     group: dist.ProcessGroup
     ranks: Sequence[int]
     """Global ranks of the tensor-parallel group; the first gathers."""
     takes_part: bool
-    owns: bool
 
     @staticmethod
-    def of(of_experts: bool) -> _Source:
-        group = cut_group(of_experts)
-        if of_experts:
-            copy = parallel_state.get_expert_data_parallel_rank()
-        else:
-            copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        ranks = dist.get_process_group_ranks(group)
-        return _Source(group, ranks, copy == 0, copy == 0 and dist.get_rank() == ranks[0])
+    def of_layers() -> _Source:
+        group = cut_group(of_experts=False)
+        first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return _Source(group, dist.get_process_group_ranks(group), first)
+
+    @staticmethod
+    def of_experts() -> _Source:
+        group = cut_group(of_experts=True)
+        return _Source(group, dist.get_process_group_ranks(group), parallel_state.get_expert_data_parallel_rank() == 0)
+
+    @property
+    def owns(self) -> bool:
+        return self.takes_part and dist.get_rank() == self.ranks[0]
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]
@@ -101,7 +109,7 @@ class HfExporter:
     def __init__(self, bindings: Sequence[Binding], hf: HfConfig, changes: Mapping[str, CutChange] | None = None) -> None:
         self._hf = hf
         self._changes = changes or {}
-        self._sources = {of_experts: _Source.of(of_experts) for of_experts in (False, True)}
+        self._sources = {False: _Source.of_layers(), True: _Source.of_experts()}
         self._tensor_group = self._sources[False].group
         exported = [binding for binding in bindings if binding.exported]
         self._places = {name: (binding, number) for binding in exported for number, name in enumerate(binding.hf)}
@@ -115,25 +123,16 @@ class HfExporter:
         """Plan the export in buckets (collective). Each bucket has an owner, the rank that gathers it. Experts have separate buckets."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
-            entry, local = binding.entry, binding.parameter
-            source = self._sources[entry.of_experts]
-            if source.owns:
-                sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
-                joined = torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
-                cut = self._cuts(entry, joined)[number]
-                shape = list(cut.shape)
-                if entry.cut is not None:
-                    shape[entry.cut] *= len(source.ranks)
-                if entry.vocabulary:
-                    shape[0] = self._hf.vocab_size
-                mine[entry.of_experts].append((name, tuple(shape), cut.dtype, dist.get_rank()))
+            if self._sources[binding.entry.of_experts].owns:
+                cut = self._cuts(binding.entry, self._like_joined(binding.entry, binding.parameter))[number]
+                mine[binding.entry.of_experts].append((name, self._full_shape(binding.entry, cut), cut.dtype, dist.get_rank()))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(mine.values()))
         expert_owners = parallel_state.get_expert_model_parallel_world_size() if for_engines else 1
         buckets = enumerate(_in_turns([owned for rank in everyone for owned in rank], bucket_bytes, expert_owners))
         return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))
 
-    def bucket(self, tensors: Sequence[ExportedTensor], read: Read = torch.Tensor.detach) -> dict[str, torch.Tensor] | None:
+    def bucket(self, tensors: Sequence[ExportedTensor], read: Read = read_parameter) -> dict[str, torch.Tensor] | None:
         """Gather a bucket (collective over the owner's tensor group). Return full tensors by name on the owner, None elsewhere."""
         if tensors[0].name not in self._places:
             return None
@@ -173,6 +172,10 @@ class HfExporter:
         first = self._tensor_group.rank() // sharing * sharing
         return torch.cat(pieces[first : first + sharing])
 
+    def _like_joined(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
+        sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
+        return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
+
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
         entries = [self._places[tensor.name][0].entry for tensor in tensors]
         spread = [cut for cut, entry in zip(cuts, entries, strict=True) if entry.cut is not None]
@@ -194,6 +197,14 @@ class HfExporter:
                 full[tensor.name] = joined[: tensor.shape[0]]
         return full
 
+    def _full_shape(self, entry: Entry, cut: torch.Tensor) -> tuple[int, ...]:
+        shape = list(cut.shape)
+        if entry.cut is not None:
+            shape[entry.cut] *= len(self._sources[entry.of_experts].ranks)
+        if entry.vocabulary:
+            shape[0] = self._hf.vocab_size
+        return tuple(shape)
+
 
 def write_hf(
     exporter: HfExporter,
@@ -201,7 +212,7 @@ def write_hf(
     folder: Path,
     dtype: torch.dtype,
     value_model: bool,
-    read: Read = torch.Tensor.detach,
+    read: Read = read_parameter,
     write: Write | None = None,
 ) -> list[Path]:
     """Write a Hugging Face folder (collective) and return this rank's files. `source`: the model's folder. `read` returns a parameter's

@@ -69,21 +69,14 @@ class Entry:
         return tuple(f"model.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in self.hf)
 
 
+def _attention(part: str) -> tuple[str, ...]:
+    return tuple(f"self_attn.{name}_proj.{part}" for name in "qkv")
+
+
 LAYER = (
     Entry("input_layernorm.weight", ("input_layernorm.weight",), cut=None, fused="self_attention.linear_qkv.layer_norm_weight"),
-    Entry(
-        "self_attention.linear_qkv.weight",
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        cut=0,
-        layout=Layout.GROUPED,
-    ),
-    Entry(
-        "self_attention.linear_qkv.bias",
-        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-        cut=0,
-        layout=Layout.GROUPED,
-        only_with="qkv_bias",
-    ),
+    Entry("self_attention.linear_qkv.weight", _attention("weight"), cut=0, layout=Layout.GROUPED),
+    Entry("self_attention.linear_qkv.bias", _attention("bias"), cut=0, layout=Layout.GROUPED, only_with="qkv_bias"),
     Entry("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), cut=None, only_with="qk_norm"),
     Entry("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), cut=None, only_with="qk_norm"),
     Entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), cut=1),

@@ -93,7 +93,7 @@ class SdpaAttention(MegatronModule):
         """Flash attention. `window_size` (tokens before, tokens after): -1 means all earlier tokens, 0 no later ones."""
         window = (-1 if self.looks_back is None else self.looks_back, 0)
         key_starts = rows.starts if rows.key_starts is None else rows.key_starts
-        sizes = max(tokens for _, tokens, _ in rows.runs), max(keys for _, _, keys in rows.runs)
+        sizes = rows.most_tokens, rows.most_keys
         output = varlen_attn(q, k, v, rows.starts, key_starts, *sizes, scale=self.softmax_scale, window_size=window, **GROUPED)
         assert isinstance(output, torch.Tensor)
         return output

@@ -60,6 +60,14 @@ class PackedRows:
         among_all = cut.among_all(torch.cat(keys))
         return PackedRows(_runs(pieces), torch.cat(places), sizes, whole.longest, row_of, whole.lengths, among_all, views)
 
+    @property
+    def most_tokens(self) -> int:
+        return max(tokens for _, tokens, _ in self.runs)
+
+    @property
+    def most_keys(self) -> int:
+        return max(keys for _, _, keys in self.runs)
+
 
 def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
     return tuple((len(list(alike)), tokens, keys) for (tokens, keys), alike in groupby(pieces))

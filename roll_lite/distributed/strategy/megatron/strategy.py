@@ -47,7 +47,7 @@ from roll_lite.distributed.strategy.megatron.forward_backward import (
     run_training,
     sum_gradients,
 )
-from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, Write, save_adapters, write_hf
+from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, Write, read_parameter, save_adapters, write_hf
 from roll_lite.distributed.strategy.megatron.hf_load import load_adapters, load_weights
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
 from roll_lite.distributed.strategy.megatron.layers import chosen_parts
@@ -231,7 +231,7 @@ class MegatronStrategy(TrainStrategy):
         if lora is not None and lora.export == "adapter":
             return self.save_adapters(folder)
         assert self._average is not None or not average, "this strategy was made without an average"
-        read = self._average.read if average and self._average is not None else torch.Tensor.detach
+        read = self._average.read if average and self._average is not None else read_parameter
         return write_hf(self._exporter, self._spec.model.path, folder, dtype, self._value_head, read, write)
 
     def save_adapters(self, folder: Path) -> list[Path]:
