@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from roll_lite.config.schema.simulation import (
     SimulatedTrainerConfig,
     SimulationConfig,
 )
+from roll_lite.simulator.workload import P99
 
 QUANTILES = 21
 
@@ -170,10 +172,12 @@ def _responses(
     if played := [sample["episode"]["metrics"] for sample in samples if "episode" in sample]:
         counts = [one["turns"] for one in played]
         further = max(1.0, sum(counts) - len(counts))
+        answer_s, answer_p99_s = answer_seconds([one["environment_seconds"] for one in played], counts)
         episodes = {
             "turns": rounded(min(float(np.median(counts)), fmean(counts))),  # a limit of turns leaves the mean below the median
             "turns_p99": rounded(float(np.quantile(counts, 0.99))),
-            "environment_s": rounded(sum(one["environment_seconds"] for one in played) / sum(counts)),
+            "environment_s": rounded(answer_s),
+            "environment_p99_s": rounded(answer_p99_s) or None,
             "environment_tokens": max(1, round(sum(one["environment_tokens"] for one in played) / further)),
         }
     groups: dict[tuple[int, int], list[bool]] = defaultdict(list)
@@ -190,6 +194,18 @@ def _responses(
         all_right=rounded(sum(all(ones) for ones in groups.values()) / len(groups)),
         all_wrong=rounded(sum(not any(ones) for ones in groups.values()) / len(groups)),
     )
+
+
+def answer_seconds(seconds: Sequence[float], answers: Sequence[float]) -> tuple[float, float]:
+    """Fit a log-normal distribution to the environment's answers, which are taken as independent; return its median and 99th percentile.
+    `seconds` and `answers`: of each episode; a constant part of the seconds (a reset) adds to the mean and not to the spread."""
+    counts = np.array(answers)
+    line = np.stack((np.ones_like(counts), counts), axis=1)
+    left = np.array(seconds) - line @ np.linalg.lstsq(line, np.array(seconds), rcond=None)[0]
+    mean = sum(seconds) / counts.sum()
+    deviation = math.sqrt(math.log1p(left @ left / counts.sum() / mean**2)) if mean else 0.0
+    median = mean * math.exp(-(deviation**2) / 2)
+    return median, median * math.exp(P99 * deviation)
 
 
 def policy_tokens(sample: Mapping[str, Any]) -> float:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.simulation import SimulationConfig
 from roll_lite.files import CONFIGS
-from roll_lite.simulator.calibration import MeasuredRun, calibrated, fit, measured, passes, policy_tokens, read_run
+from roll_lite.simulator.calibration import MeasuredRun, answer_seconds, calibrated, fit, measured, passes, policy_tokens, read_run
 from roll_lite.simulator.scenario import scenario_of
 from roll_lite.simulator.simulation import simulate
 
@@ -118,6 +121,18 @@ def test_turns_and_the_environments_time_are_measured() -> None:
     assert (add.turns, add.turns_p99, add.environment_s, add.environment_tokens) == (1.667, 2.0, 0.5, 4), "5 turns of 3 episodes"
     assert add.quantiles == [10.0] * 21
     assert found.engine.pass_ms == pytest.approx(1e3 * 2.0 / 20), "20 passes of the longest"
+
+
+def test_the_spread_of_an_environments_answers_is_found_from_whole_episodes() -> None:
+    """Log-normal answers around a median of 0.2 s, of which one in a hundred takes more than 2 s; a run records sums of one to eight."""
+    drawn = np.random.default_rng(7)
+    deviation = math.log(2 / 0.2) / NormalDist().inv_cdf(0.99)
+    counts = drawn.integers(1, 9, size=40_000)
+    seconds = [float(drawn.lognormal(math.log(0.2), deviation, size=count).sum()) for count in counts]
+    assert answer_seconds(seconds, counts.astype(float).tolist()) == pytest.approx((0.2, 2.0), rel=0.05)
+    assert answer_seconds([0.5, 1.5], [1.0, 3.0]) == pytest.approx((0.5, 0.5)), "all take as long"
+    assert answer_seconds([0.7, 1.7], [1.0, 3.0]) == pytest.approx((0.6, 0.6)), "0.2 s for a reset, 0.5 s an answer"
+    assert answer_seconds([0.0], [2.0]) == (0.0, 0.0)
 
 
 def test_the_simulation_of_a_real_run_takes_as_long_as_the_run() -> None:
