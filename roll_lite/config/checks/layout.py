@@ -223,8 +223,9 @@ def _experts_over_an_update(config: RunConfig) -> Mistakes:
     """Refuse routing replay if SGLang's requests continue after a weight update (`rollout.on_sync: pause`): SGLang then recomputes their
     earlier tokens, and reports the experts that the new weights choose."""
     rollout = config.rollout
-    pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
-    if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
+    running = rollout.supply != "sync" or (rollout.oversample > 1 and rollout.max_staleness)
+    pauses = (rollout.on_sync or ("drain" if rollout.supply == "one_step_off" else "pause")) == "pause" and not config.actor_infer.offload
+    if replays_engines(config) and running and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         message = "SGLang forgets which experts the old weights used where responses go on under new ones"
         yield "algorithm.routing_replay", f"{message}; use rollout.on_sync: abort or drain"
 
