@@ -75,7 +75,7 @@ def _has_chat_template(config: RunConfig, domain: DomainConfig) -> bool:
         return False
     try:
         return bool(chat_templates(model) if template.file is None else [read_text(template.file)])
-    except ValueError:  # check_data tells
+    except ValueError:  # reported by check_data
         return False
 
 

@@ -64,7 +64,7 @@ class StepTime:
 
     @property
     def estimate_s(self) -> float:
-        """Seconds of a step, estimated without simulation. If training waits for a whole batch, it also waits for one response of maximum
+        """Seconds of a step, estimated without simulation. Training that waits for a whole batch also waits for one response of maximum
         length."""
         generate = self.phases["generate"].seconds
         others = sum(one.seconds for one in self.phases.values()) - generate

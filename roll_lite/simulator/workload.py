@@ -1,5 +1,4 @@
-"""Simulated prompts, response lengths and scores. They depend only on a hash of the sample's id, and are therefore the same in all
-scenarios."""
+"""Simulated prompts, response lengths and scores. They depend only on a hash of the sample's id: all scenarios have the same."""
 
 from __future__ import annotations
 
