@@ -145,7 +145,7 @@ class _Walker:
         return _INVALID
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key. Return similar keys that are not set: one of them was probably meant."""
+        """Report an unknown key. Return similar unset keys: one of them was probably meant."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")

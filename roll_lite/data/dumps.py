@@ -261,7 +261,7 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """Load the trained samples as the original batch: bit-identical, in the same order. ValueError for an unusable file."""
+    """Load the trained samples as the original batch, bit-identical and in order. ValueError for an unusable file."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
 

@@ -222,7 +222,7 @@ SAME_DATA = "Use the same data, or give the domain another name, under which it 
 
 
 class PromptOrder:
-    """Endless order of prompts: each epoch has every prompt once, shuffled by seed, domain and epoch."""
+    """Endless order of prompts: each epoch has all, shuffled by seed, domain and epoch."""
 
     def __init__(self, count: int, seed: int, domain: str) -> None:
         if count < 1:

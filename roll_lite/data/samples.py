@@ -77,7 +77,7 @@ class Sampling(Packed):
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     keep_mask: bool = False
-    """True if the engine also returns the token ids that survive top-p, top-k and min-p at each position."""
+    """True if the engine also returns the token ids that survive top-p, top-k and min-p, per position."""
 
     @property
     def kernels(self) -> tuple[bool, ...]:
@@ -319,12 +319,12 @@ class Score(Packed):
 
     value: float
     correct: bool | None = None
-    """True if the response is correct. None: the response counts as correct if value >= 1 - 1e-6."""
+    """True if the response is correct. None: correct if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
-    """True if the response matches the domain's format pattern; None if the domain has no pattern."""
+    """True if the response matches the domain's format pattern; None without a pattern."""
     answer: str | None = None
-    """Answer found in the response, for majority votes. Empty: none found. None: this reward does not extract answers."""
+    """Answer found in the response, for majority votes. Empty: none found. None: this reward extracts no answers."""
     terms: dict[str, float] = field(default_factory=dict)
     """{term: its weighted contribution}; the sum is the value."""
 

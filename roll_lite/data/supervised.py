@@ -42,7 +42,7 @@ class SupervisedRows:
         )
 
     def shares(self, updates: int, ranks: int, attention_parity_tokens: float) -> list[list[DataProto]]:
-        """Draw the rows of `updates` optimizer steps, and split each step's rows over the ranks at about equal cost: [rank][step]."""
+        """Draw the rows of `updates` optimizer steps, and split each step's over the ranks at about equal cost: [rank][step]."""
         drawn = [self.draw() for _ in range(updates)]
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_parity_tokens), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]

@@ -118,7 +118,7 @@ def task_of(domain: DomainConfig, prompt: Prompt, seed: int) -> Task:
 
 
 def tools_of(settings: ToolConfig, path: str, calls: Calls, turn_timeout_s: float, start_timeout_s: float) -> Tools:
-    """Load the tools of the entry at YAML path `path`; ValueError for a mistake in it."""
+    """Load the tools of the entry at YAML path `path`; ValueError for a mistake."""
     try:
         match settings:
             case PythonToolConfig():

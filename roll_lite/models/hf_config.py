@@ -124,7 +124,7 @@ class HfConfig:
 
 
 def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint is of another model or precision. Checkpoints without model.json are accepted."""
+    """Raise ValueError for a checkpoint of another model or precision. Checkpoints without model.json are accepted."""
     if kind_of(checkpoint / MODEL_FILE) is None:
         return
     held = read_object(checkpoint / MODEL_FILE)

@@ -390,4 +390,3 @@ DERIVED: dict[str, Derived] = {
         _explained_variance,
     ),
 }
-"""Metrics computed from other metrics."""

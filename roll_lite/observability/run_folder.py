@@ -72,7 +72,7 @@ def folder_of_checkpoints(config: RunConfig, run_folder: Path) -> Path:
 
 
 def continues_in_folder(config: RunConfig, run_folder: Path) -> bool:
-    """True if a resumed run writes to the folder of the run that it continues (`checkpoint.resume: auto`), not to a new one."""
+    """True if a resumed run writes to the folder of the run it continues (`checkpoint.resume: auto`), not to a new one."""
     source = config.checkpoint.source
     return source is not None and source.parent.parent.resolve() == folder_of_checkpoints(config, run_folder).resolve()
 

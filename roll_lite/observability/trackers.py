@@ -208,7 +208,7 @@ class Trackers(Tracker):
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""Maximum parameters per MLflow call; of metrics, ten times as many are allowed."""
+"""Maximum parameters per MLflow call; ten times as many metrics are allowed."""
 MLFLOW_LONGEST = 500
 OTEL_QUEUE = 1 << 16
 """Maximum spans that wait to be sent; further ones are dropped."""

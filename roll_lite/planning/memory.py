@@ -169,7 +169,7 @@ def cached_tokens(config: RunConfig, model: Architecture, memory: RankMemory) ->
 
 
 def by_phase(config: RunConfig, memory: Mapping[str, RankMemory]) -> list[PhaseMemory]:
-    """Return the device memory needed in each phase of a step. Devices that hold the same roles share an entry."""
+    """Device memory needed in each phase of a step. Devices with the same roles share an entry."""
     numbers = {name: device_numbers(role.devices) for name, role in roles(config).items() if name in memory}
     blocks: dict[tuple[str, ...], list[int]] = {}
     for device in sorted({one for own in numbers.values() for one in own}):

@@ -71,7 +71,7 @@ def _problems(config: RunConfig, phases: list[PhaseMemory], cached: int, device:
 
 
 def remedies(config: RunConfig, model: Architecture, device: Device, phases: list[PhaseMemory]) -> Iterator[str]:
-    """Yield a text per role: the first change of one setting with which everything fits, and the peak memory saved."""
+    """Yield per role the first change of one setting with which everything fits, and the peak memory saved."""
     before = max(one.total for one in phases)
     for name, role in roles(config).items():
         for setting, value in _changes(config, role, before, device):
@@ -233,7 +233,6 @@ def _gib(count: float) -> str:
 
 
 def _tables(plan: Plan) -> tuple[str, str, str]:
-    """Return tables of memory by role, memory by phase, and time by phase."""
     parts = ("weights", "gradients", "optimizer", "training", "forward", "kv_cache", "send_buffers")
     by_role = [[name, *(_gib(getattr(one, part)) for part in parts)] for name, one in plan.memory.items()]
     memory = [

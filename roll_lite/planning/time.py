@@ -162,6 +162,6 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured `rollout.supply`. Unless engines and trainer share devices, also simulate the other values."""
+    """Simulate the configured `rollout.supply` and, unless engines and trainer share devices, the other values."""
     supplies = [one for one in SUPPLIES if not scenario.takes_turns and one["supply"] != scenario.rollout.supply]
     return [simulate(one) for one in [scenario, *map(scenario.under, supplies)]]

@@ -96,7 +96,7 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Write the answer in the form that `extract` requires; None if it is neither text nor number."""
+    """Write the answer as `extract` requires; None if it is neither text nor number."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # any entry of a list is correct
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
@@ -194,7 +194,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Convert a number, bool, Score or dict of its fields to a Score. RewardFailed for other types, infinity and NaN."""
+    """Convert a number, bool, Score or dict of its fields to a Score; RewardFailed for other types, infinity and NaN."""
     result, reward = _plain(result), f"reward {name}"
     given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
     if not isinstance(given, Mapping):

@@ -24,7 +24,7 @@ from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 LONGEST = 8 << 20
 CHANGING = (list, dict, set, bytearray)
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would silently end a loop in the tests; the tests get a plain Exception instead."""
+"""Exceptions that would silently end a loop in the tests, which get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 
 

@@ -138,7 +138,7 @@ def _make_target(target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """Return True if the folder is within the limits. Files that the program removes meanwhile are skipped."""
+    """True if the folder is within the limits. Files removed meanwhile are skipped."""
     taken = seen = 0
     waiting, root = collections.deque([folder]), os.path.realpath(folder)  # breadth-first, to count many names early
     if most_bytes < 0:
@@ -202,7 +202,7 @@ def claim(folder: str) -> int:
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Yield this user's folders that are not in use, except those younger than CLAIM_S, which may still be claimed."""
+    """Yield this user's unused folders, except those younger than CLAIM_S, which may still be claimed."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

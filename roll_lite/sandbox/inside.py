@@ -339,7 +339,7 @@ OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
-    """Return True if the program may have made this class."""
+    """True if the program may have made the class."""
     if id(kind) in LOADED.classes:
         return False
     return not any(type(one) is types.FunctionType and one.__globals__ is Operators.tests for one in HELD_BY(kind).values())

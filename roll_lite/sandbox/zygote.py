@@ -251,7 +251,7 @@ class Zygote:
 
 
 def descendants() -> list[int]:
-    """Return the descendants of this process, orphans included: a subreaper inherits them."""
+    """Descendants of this process, orphans included: a subreaper inherits them."""
     found = _children(os.getpid())
     for process in found:
         found.extend(child for child in _children(process) if child not in found)
@@ -259,7 +259,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the children of all threads of a process, because a child belongs to the thread that forked it."""
+    """Children of all threads of a process: a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208

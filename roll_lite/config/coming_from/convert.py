@@ -168,7 +168,7 @@ def _from_yaml(text: str, file: str) -> list[Setting]:
 
 
 def _from_script(text: str, is_known: Callable[[str], object]) -> list[Setting]:
-    """Return the arguments in a shell script, except those of commands and arrays without any known argument."""
+    """Arguments in a shell script, except those of commands and arrays without any known argument."""
     found: list[Setting] = []
     for command in _commands(text):
         start = len(found)

@@ -75,7 +75,8 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples that mean and standard deviation cover. batch: all of the step. group: all of the prompt. running: all so far."""
+    """Samples that mean and standard deviation cover. batch: those of the step that train. group: all of the prompt. running: those so far
+    that train."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True

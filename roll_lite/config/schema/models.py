@@ -398,7 +398,7 @@ class RewardModelConfig(Section):
     micro_batch_size: PositiveInt = 8
     """Maximum samples in a rank's forward pass, and in one call to a copy of the model."""
     max_length: PositiveInt | None = None
-    """Longest text in tokens; longer ones fail. null: the model's max_position_embeddings."""
+    """Longest text in tokens; longer ones score 0. null: the model's max_position_embeddings."""
     offload: bool = False
     """Free this model's device memory while nothing is generated."""
     threads: PositiveInt = 1

@@ -51,7 +51,7 @@ def write_report(folder: Path) -> Path:
 
 
 def content(run: Run) -> dict[str, Any]:
-    """Return the data that the page would otherwise request from the server."""
+    """Data that the page would otherwise request from the server."""
     status = run.status()
     steps = status["steps"]
     shown = [*_spread(run.folder, "step", STEPS), *_spread(run.folder, "validation", VALIDATIONS)]

@@ -40,7 +40,7 @@ NEED_INSIDE = frozenset(
     {"asyncio", "Mock", "MagicMock", "patch", "redirect_stdout", "stdout", "stdin", "stderr", "builtins", "capsys", "inspect", "signature"}
     | {"GeneratorType", "islice", "takewhile", "next", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "gc", "weakref", "deepcopy"}
 )
-"""Names for which a test must run in the program's process: input and output, lazy values, object identity, the program's exit."""
+"""Names for which a test must run in the program's process: input and output, lazy values, object identity, exit."""
 
 
 @dataclass(frozen=True)

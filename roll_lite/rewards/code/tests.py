@@ -28,7 +28,7 @@ class Test:
 
 
 def tests_of(sample: RewardInput, column: str | None) -> list[Test]:
-    """Read the sample's tests from `column`, or from its answer if `column` is None; RewardFailed if it has none."""
+    """Tests of a sample, from `column` or, if None, its answer; RewardFailed without any."""
     if column is not None and column not in sample.columns:
         raise RewardFailed(f"reward code: there is no column {column!r} with tests")
     given = sample.answer if column is None else sample.columns[column]

@@ -79,7 +79,7 @@ def parse(text: str) -> Parsed:
 
 
 def _computes_infinity(expression: Any) -> bool:
-    """True if the expression computes with infinity, as |oo - 4|: math-verify would find it close to every number."""
+    """True if the expression computes with infinity, as |oo - 4|, which math-verify finds close to every number."""
     import sympy
 
     computed = expression.atoms(sympy.Add, sympy.Mul, sympy.Pow, sympy.Function)

@@ -189,7 +189,7 @@ def _unit_of(text: str) -> tuple[Unit, Fraction]:
 
 
 def ratio(one: Unit, other: Unit) -> Fraction | None:
-    """Factor that converts unit `one` to `other`: 1 if either is unknown, None if incompatible."""
+    """Factor from unit `one` to `other`: 1 if either is unknown, None if incompatible."""
     if one[0] is None or other[0] is None:
         return Fraction(1)
     return one[1] / other[1] if one[0] == other[0] else None

@@ -219,7 +219,6 @@ def _reference(text: str, cpu_limit_s: float) -> Reference:
 
 
 def _read_reference(text: str) -> Reference:
-    """Read a reference answer. ValueError if it has several parts, counts several things, or is a sentence with formulas."""
     text = plain_boxes(BEFORE.sub("", tidy(text.strip())))
     text = unwrapped(", ".join(box.strip() for box in last_boxes(text)) or text)
     if said := _in_words(text):

@@ -20,7 +20,7 @@ LINGER_SECONDS = 0.005
 LEAST_SECONDS = 0.01
 """Minimum time limit of a function, even if the sample's limit is used up."""
 KILL_FACTOR = 3
-"""Multiple of the time limit after which reward processes are killed: CPU time limits inside take longer on busy machines."""
+"""Multiple of the time limit after which reward processes are killed: CPU time limits take longer on busy machines."""
 
 
 @dataclass
