@@ -375,7 +375,7 @@ class Calls:
             except BaseException as error:  # a thread's edge; sys.exit must not end the worker, and a future refuses StopIteration
                 is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
                 failure = error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
-            with suppress(RuntimeError):  # nobody waits any more, and the loop is closed
+            with suppress(RuntimeError):  # the caller has given up, and the loop is closed
                 loop.call_soon_threadsafe(resolve, result, failure)
 
         threading.Thread(target=run, daemon=True).start()

@@ -244,9 +244,8 @@ class _GuardedText:
         """Mark a value's texts where they spell an added token such as `<|im_end|>`, so that `encode` tokenizes it as plain text.
         `only_special`: only special tokens."""
         if isinstance(value, str):
-            text = value.encode("utf-16", "surrogatepass").decode(
-                "utf-16", "replace"
-            )  # tokenizers refuse lone surrogates, which JSON can spell
+            # Tokenizers refuse lone surrogates, which JSON can spell.
+            text = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return (self._special if only_special else self._all).sub(rf"\g<0>{self.mark}", text)
         if isinstance(value, Mapping):
             return {self.guard(key, only_special): self.guard(item, only_special) for key, item in value.items()}

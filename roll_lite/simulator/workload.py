@@ -68,14 +68,11 @@ class DomainModel:
     reward_workers: int | None = None
     """Responses scored at a time; None: no limit."""
     all_right: float = 0.0
-    """Fraction of prompts that are always solved."""
     all_wrong: float = 0.0
-    """Fraction of prompts that are never solved. Other prompts have success probabilities uniform in 0 to 1."""
     turns: Distribution | None = None
     max_turns: int = 1
     environment_s: Distribution | None = None
     environment_tokens: int = 0
-    """Tokens that the environment adds between two responses."""
     greedy_baseline: bool = False
     prompts: int = 10_000
     epochs: int | None = None
