@@ -1,5 +1,5 @@
-"""Formulas of advantages and whitening. Token tensors have shape [B, T-1]; entry t belongs to token t + 1. The bool mask is True for policy
-tokens, which the policy generated. Other tokens, such as tool output, are skipped."""
+"""Advantages and whitening. Token tensors are [B, T-1]; entry t belongs to token t + 1. The bool mask marks policy tokens, which the policy
+generated; others, such as tool output, are skipped."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ VARIANCE_OFFSET = 1e-8
 
 
 def last_policy_token(mask: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's last policy token, [B]; -1 for rows without policy tokens."""
+    """Index of each row's last policy token, [B]; -1 for rows without policy tokens."""
     # Byte search from the end: under 1 ms at 512 x 32k, where an argmax over positions takes tens of ms.
     return torch.tensor([row.tobytes().rfind(1) for row in mask.numpy()], dtype=torch.int64)
 
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, kl_rewards: torch.Tensor | None = None) -> torch.Tensor:
-    """Return token rewards [B, T-1]: each row's reward on its last policy token, plus kl_rewards."""
+    """Put each row's reward on its last policy token and add kl_rewards, [B, T-1]."""
     # float64, since a token's KL may be millions of times smaller than the reward.
     # numpy allocates huge pages and zeroes lazily: torch.zeros takes 60 ms at 512 x 32k.
     tokens = torch.from_numpy(np.zeros(mask.shape))
@@ -66,7 +66,7 @@ def gae(
 
 
 def length_adaptive_lambda(policy_tokens: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Return VAPO's lambda of GAE for each row, [B]: 1 - 1 / (alpha * policy tokens), at least 0."""
+    """VAPO's lambda of GAE, [B]: 1 - 1 / (alpha * policy tokens), at least 0."""
     return (1 - 1 / (alpha * policy_tokens.double().clamp(min=1))).clamp(min=0)
 
 
@@ -78,7 +78,7 @@ def reinforce(
     whitening: Whitening | None = None,
     per_turn: bool = False,
 ) -> torch.Tensor:
-    """Compute the discounted return of each policy token. Arguments as in `gae`."""
+    """Discounted return of each policy token. Arguments as in `gae`."""
     dtype = torch.float32 if token_rewards is None else token_rewards.dtype
     kernel, rows = kernels.discounted_returns, (last_token_reward,)
     (returns,) = kernels.recurrence(kernel, mask, (token_rewards,), gamma, rows, (dtype,), whitening, per_turn)
@@ -98,8 +98,8 @@ def policy_token_counts(mask: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------- advantages of samples
 #
-# Functions of the global batch's rewards, [N] -> [N] float64. Rows with equal group ids form a group; groups may differ in size. A group
-# with equal rewards (also a group of one) has advantage exactly 0, so that rounding errors are not scaled up to a signal.
+# Functions of the global batch's rewards, [N] -> [N] float64. Rows with equal group ids form a group; sizes may differ. A group with equal
+# rewards (also a group of one) has advantage exactly 0, so that rounding errors are not scaled up to a signal.
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
 
 
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute reward minus group mean (Dr. GRPO). With `normalize_std`, divide by the group's standard deviation (GRPO). The division would
-    magnify small KL differences, so groups whose rewards before KL (`before_kl` [N]) are equal then get advantage 0."""
+    """Subtract the group mean (Dr. GRPO). With `normalize_std`, divide by the group's standard deviation (GRPO); groups whose rewards
+    before KL (`before_kl` [N]) are equal then get 0, since the division would magnify small KL differences."""
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
         of = replace(of, flat=_Groups.of(before_kl, groups).flat)
@@ -144,8 +144,8 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Compute each turn's discounted return: its reward plus the discounted rewards of later turns in the row. Entries are turns, sorted by
-    row, then by time."""
+    """Discounted return of each turn: its reward plus the discounted rewards of later turns in the row. Entries are sorted by row, then by
+    time."""
     returns = rewards.double().clone()
     for turn in range(len(returns) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:
@@ -158,13 +158,13 @@ def minus_group_mean(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tenso
 
 
 def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Compute reward minus the mean reward of the group's other samples."""
+    """Subtract the mean reward of the group's other samples."""
     of = _Groups.of(rewards, groups)
     return of.advantages((of.rewards - of.mean) * of.size / (of.size - 1).clamp(min=1))
 
 
 def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor) -> torch.Tensor:
-    """Compute reward minus the group's mean reward, weighted by response length. Groups of empty responses get 0."""
+    """Subtract the group's mean reward, weighted by response length. Groups of empty responses get 0."""
     of = _Groups.of(rewards, groups)
     lengths = policy_tokens.double()
     total = _sum_of_group(lengths, of.member)
@@ -175,9 +175,9 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute (reward - group mean) * n / m. n is the number of samples; m is the number of samples in groups with unequal rewards. Without
-    the factor, groups with equal rewards would shrink the gradient. before_kl [N]: rewards without KL; they decide if a group's rewards
-    are equal. trains [N] bool: samples to count; None: all."""
+    """Compute (reward - group mean) * n / m for n samples, m of them in groups with unequal rewards: groups with equal rewards would
+    otherwise shrink the gradient. before_kl [N]: rewards without KL, which decide if a group's rewards are equal. trains [N] bool: samples
+    to count; None: all."""
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
     counted = torch.ones_like(spread) if trains is None else trains
@@ -185,7 +185,7 @@ def gpg(
 
 
 def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:
-    """Reward minus the score of the prompt's greedy response."""
+    """Subtract the score of the prompt's greedy response."""
     return rewards.double() - baseline_scores.double()
 
 
@@ -212,7 +212,7 @@ def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor, whitening: White
 
 
 def whiten_samples(advantages: torch.Tensor, policy_tokens: torch.Tensor, whitening: Whitening) -> torch.Tensor:
-    """Whiten the samples' advantages [B]. Mean and deviation weight each sample by its number of policy tokens."""
+    """Whiten the samples' advantages [B]. Mean and deviation weight a sample by its policy tokens."""
     exact, counts = advantages.double(), policy_tokens.double()
     mean, scale = whitening(torch.stack([counts, counts * exact, torch.zeros_like(exact)], dim=1))
     return (exact - mean) * scale

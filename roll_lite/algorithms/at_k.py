@@ -14,12 +14,12 @@ NO_ANSWER, READS_NONE = -1, -2
 
 
 def every_k(most: int) -> list[int]:
-    """Return the values of k to report, ascending: `most` and smaller powers of two, without 1 (pass@1 is the mean correctness)."""
+    """Values of k to report, ascending: `most` and smaller powers of two, without 1 (pass@1 is the mean correctness)."""
     return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
 
 
 def accuracy_error(prompts: np.ndarray, correct: np.ndarray) -> float:
-    """Return the standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. `prompts`: each sample's prompt."""
+    """Standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. `prompts`: each sample's prompt."""
     _, number = np.unique(prompts, return_inverse=True)
     deviations = np.bincount(number, weights=correct - correct.mean())
     count = len(deviations)
@@ -27,7 +27,7 @@ def accuracy_error(prompts: np.ndarray, correct: np.ndarray) -> float:
 
 
 class SampledPrompts:
-    """Samples sorted by prompt. Methods return one value per prompt, NaN for prompts with fewer than k samples."""
+    """Samples sorted by prompt. Methods return one value per prompt, NaN if it has fewer than k samples."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
         """`answers`: number of each sample's answer, from 0 (equal answers to a prompt have equal numbers), or NO_ANSWER, or READS_NONE."""
@@ -39,7 +39,7 @@ class SampledPrompts:
         self.answers = answers[order]
         self.samples = np.bincount(self.prompt)
         self.first = order[np.cumsum(self.samples) - self.samples]
-        """[P]: index of one sample of each prompt in the arrays passed to `__init__`."""
+        """[P]: index of a sample of each prompt in `__init__`'s arrays."""
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
 
     def passed(self, k: int) -> np.ndarray:
@@ -49,7 +49,7 @@ class SampledPrompts:
         return np.array(values)[which.reshape(-1)]
 
     def best(self, k: int) -> np.ndarray:
-        """Return each prompt's expected highest score among k samples."""
+        """Expected highest score among k samples of each prompt."""
         sizes, which = np.unique(self.samples, return_inverse=True)
         weights = np.full((len(sizes), int(self.samples.max(initial=0))), np.nan)
         for row, n in enumerate(sizes.tolist()):
@@ -63,8 +63,8 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """Return each prompt's maj@k: the share of majority votes won by a correct answer. Every k consecutive samples of a prompt vote;
-        samples without an answer abstain. Ties count with their mean correctness. NaN if the reward extracts no answers."""
+        """Share of majority votes won by a correct answer (maj@k) of each prompt. Every k consecutive samples vote; samples without an
+        answer abstain. Ties count with their mean correctness. NaN if the reward extracts no answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

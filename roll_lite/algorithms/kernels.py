@@ -1,5 +1,5 @@
 """Recurrences and sums along rows, compiled with numba because tensor operations are slow at recurrences. Inputs are in host memory: token
-tensors [B, T-1] with a bool mask, row tensors [B]. Sums are float64. Results do not depend on the number of threads."""
+tensors [B, T-1] with a bool mask, row tensors [B]. Sums are float64; results do not depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numba import njit
 ENTRIES_PER_THREAD = 1 << 17
 
 PARTS_PER_THREAD = 4
-"""Blocks of rows per thread. Idle threads take over the blocks of a delayed thread."""
+"""Blocks of rows per thread. Idle threads take over blocks of a delayed one."""
 
 
 def compiled(function: Callable[..., None]) -> Any:
@@ -39,10 +39,10 @@ def recurrence(
     whitening: Whitening | None,
     per_turn: bool = False,
 ) -> list[torch.Tensor]:
-    """Run the kernel `gae` or `discounted_returns`, and return its results, each [B, T-1].
+    """Run the kernel `gae` or `discounted_returns`; return its results, each [B, T-1].
 
     `tokens`: its token tensors (None: zeros). `rows`: its row arguments: [B], one number, or None for 0. `outputs`: dtypes of the results.
-    `whitening`: a first run gives moments, from which `whitening` computes shift and scale. `per_turn`: as in `advantages.gae`.
+    `whitening`: maps the moments of a first run to shift and scale. `per_turn`: as in `advantages.gae`.
     """
     inputs = [
         *(_tokens(x, mask) for x in tokens),
@@ -81,7 +81,7 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Compute advantages and returns of rows `first` to `stop`. If `moments` is empty, write (advantage - shift) * scale to `out` and
+    """Compute advantages and returns of rows `first` to `stop`. If `moments` is empty, write (advantage - shift) * scale to `out`, and
     returns to `returns`; else write only the advantages' `row_moments`. Discounts: `within` a turn, `gamma` between turns."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
@@ -129,8 +129,8 @@ def discounted_returns(
     out: Any,
     moments: Any,
 ) -> None:
-    """Compute the discounted returns of rows `first` to `stop`. If `moments` is empty, write (return - shift) * scale to `out`; else write
-    only the returns' moments. Arguments as in `gae`."""
+    """Compute discounted returns of rows `first` to `stop`. If `moments` is empty, write (return - shift) * scale to `out`; else write only
+    the moments. Arguments as in `gae`."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = last_token_reward[row]
@@ -167,7 +167,7 @@ def _put_moments(moments: Any, row: int, count: int, origin: float, total: float
 
 
 def row_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return each row's (count, sum, sum of squared deviations from the mean) over entries where the mask is True, [B, 3]."""
+    """Count, sum, and sum of squared deviations from the mean, of each row's entries where the mask is True, [B, 3]."""
     out = torch.empty(mask.shape[0], 3, dtype=torch.float64)
     _over_rows(_row_moments, mask.shape, _tokens(x, mask), _mask(mask), out.numpy())
     return out
@@ -206,12 +206,12 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate with numpy, which uses huge pages. First writes to torch's memory take longer than this module's loops."""
+    """Allocate with numpy, which uses huge pages: first writes to torch's memory take longer than this module's loops."""
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
 def _tokens(x: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-    """Convert a token tensor to an array for kernels. None becomes an empty array, which kernels skip."""
+    """Convert a token tensor to an array; None becomes an empty array, which kernels skip."""
     if x is None:
         return np.zeros((0, 0), dtype=np.float32)
     assert x.shape == mask.shape, f"a token tensor {list(x.shape)} beside a mask {list(mask.shape)}"

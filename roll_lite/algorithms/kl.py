@@ -37,7 +37,7 @@ def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) ->
 
 
 def full_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) over the vocabulary, [..., V] -> [...], differentiable in log_p. Tokens impossible under p contribute nothing. For tokens
+    """KL(p || q) over the vocabulary, [..., V] -> [...], differentiable in log_p. Tokens impossible under p contribute nothing; for those
     impossible only under q, the log-ratio is LOG_RATIO_LIMIT."""
     log_q = log_q.detach()
     impossible = log_p == -torch.inf
@@ -53,7 +53,7 @@ def kl_loss(
     """Estimate each token's KL(new || ref) from log-probs. Only `new` gets a gradient; descent along it lowers KL.
 
     The gradient is s * grad new. With r = new - ref, s is r for k1 and k2 (unbiased on tokens sampled by the new policy), 1 - exp(-r) for
-    k3, and sign(r) for abs. With unbiased_gradient, s is exp(new - old) * r (unbiased on tokens sampled by the old policy).
+    k3, sign(r) for abs. With unbiased_gradient, s is exp(new - old) * r (unbiased on tokens sampled by the old policy).
     """
     # The clamp limits r in the gradient, but does not stop it: distant tokens are still pulled back, unless k3's exp saturates.
     current = new.detach()
@@ -77,7 +77,7 @@ LARGEST_ERROR = 0.2
 
 class KlController:
     """KL coefficient. With a target, each step multiplies it by 1 + clip(kl / target - 1, +-LARGEST_ERROR) * min(samples / horizon, 1)
-    (arXiv 1909.08593). The minimum keeps the coefficient positive in batches larger than `horizon`."""
+    (arXiv 1909.08593). The minimum keeps it positive for batches larger than `horizon`."""
 
     def __init__(self, coef: float, target: float | None = None, horizon: float = math.inf) -> None:
         self.coef = coef

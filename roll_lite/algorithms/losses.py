@@ -15,7 +15,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""Fraction by which a weight must differ from the ratio to count as clipped; smaller differences are float32 rounding."""
+"""Minimum relative difference between weight and ratio to count as clipped; smaller ones are float32 rounding."""
 
 # ---------------------------------------------------------------- inputs and result of a policy loss
 
@@ -30,8 +30,8 @@ class PolicyTerms:
     mask: torch.Tensor
 
     def filled(self) -> PolicyTerms:
-        """Return the terms with zeros outside the mask, so that NaN there reaches neither loss nor gradient. Tokens with advantage 0 that
-        are impossible under both policies also get log-probs 0."""
+        """Put zeros outside the mask, so that NaN there reaches neither loss nor gradient. Tokens with advantage 0 that are impossible
+        under both policies also get log-probs 0."""
         masked, advantages = ~self.mask, self.advantages.detach()
         impossible = (self.log_probs == -torch.inf) & (self.old_log_probs == -torch.inf)
         nothing = masked | (impossible & (advantages == 0))
@@ -48,7 +48,7 @@ class PolicyTerms:
 
     @property
     def beyond_low(self) -> torch.Tensor:
-        """[B, T-1] bool: the token's log-ratio is below -LOG_RATIO_LIMIT, so that it is clamped and has no gradient."""
+        """[B, T-1] bool: the log-ratio is below -LOG_RATIO_LIMIT, so it is clamped and has no gradient."""
         return self.mask & (self.log_probs.detach() - self.old_log_probs < -LOG_RATIO_LIMIT)
 
     @property
@@ -66,21 +66,21 @@ class PolicyLoss:
 
     loss: torch.Tensor
     ratio: torch.Tensor
-    """New / old probability of the token (in sequence-level losses, of the sequence); 1 where masked."""
+    """New / old probability of the token (sequence-level losses: of the sequence); 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: the ratio is below its clip range, so that the token has no gradient. In cispo and topr, the token keeps its gradient, with a
-    weight raised to the bound."""
+    """bool: the ratio is below its clip range, so the token has no gradient. In cispo and topr it keeps its gradient, with a weight raised
+    to the bound."""
     clipped_high: torch.Tensor
     """bool: like clipped_low, for a ratio above its clip range."""
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum each row in float64, [B, T-1] -> [B, 1], so that padding does not change the result."""
+    """Sum each row in float64, [B, T-1] -> [B, 1]: padding then does not change the result."""
     return x.sum(1, keepdim=True, dtype=torch.float64).to(x.dtype)
 
 
 def row_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return each row's mean over policy tokens, [B, 1]; 0 for a row without policy tokens."""
+    """Mean of each row over policy tokens, [B, 1]; 0 for a row without policy tokens."""
     return (x.sum(1, keepdim=True, dtype=torch.float64) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
 
 
@@ -120,8 +120,8 @@ def gspo(terms: PolicyTerms, clip_low: float, clip_high: float) -> PolicyLoss:
 
 
 def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> PolicyLoss:
-    """-A * geometric mean of the clipped token ratios (arXiv 2507.20673). A is the row's mean advantage. Each ratio is clipped from above
-    if A > 0, else from below. Only clipped tokens lose their gradient."""
+    """-A * geometric mean of the clipped token ratios (arXiv 2507.20673). A is the row's mean advantage. Ratios are clipped from above if A
+    > 0, else from below. Only clipped tokens lose their gradient."""
     log_ratio, advantages = terms.log_ratio, row_mean(terms.advantages, terms.mask)
     limited = torch.where(advantages > 0, log_ratio.clamp(max=log_clip_high), log_ratio.clamp(min=-log_clip_low))
     loss = -advantages * torch.exp(row_mean(limited, terms.mask))
@@ -180,14 +180,14 @@ def _clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: 
 
 
 def _weighted(terms: PolicyTerms, ratio: torch.Tensor, weight: torch.Tensor, limits: torch.Tensor) -> PolicyLoss:
-    """Return the loss -weight * A * log-prob. `weight`: the detached, limited ratio. `limits` bool: tokens that may count as clipped."""
+    """Loss -weight * A * log-prob. `weight`: the detached, limited ratio. `limits` bool: tokens that may count as clipped."""
     counted = limits & (terms.advantages != 0)
     low, high = weight > ratio * (1 + ROUNDING), weight < ratio * (1 - ROUNDING)
     return PolicyLoss(-_weighted_log_probs(weight * terms.advantages, terms), ratio, counted & low, counted & high)
 
 
 def _weighted_log_probs(weight: torch.Tensor, terms: PolicyTerms) -> torch.Tensor:
-    """Return weight * log-prob; 0 for weight 0, even if the log-prob is -inf."""
+    """Compute weight * log-prob; 0 for weight 0, even if the log-prob is -inf."""
     return weight * terms.log_probs.masked_fill(weight == 0, 0.0)
 
 
@@ -197,7 +197,7 @@ def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:
 
 
 def _clamp_only_loss(loss: torch.Tensor, terms: PolicyTerms, trains: torch.Tensor) -> PolicyLoss:
-    """Wrap a loss whose only limit is the clamp of the log-ratio. Tokens of `trains` (bool) beyond the clamp count as clipped."""
+    """Wrap a loss limited only by the clamp of the log-ratio. Tokens of `trains` (bool) beyond the clamp count as clipped."""
     return PolicyLoss(loss, terms.ratio.detach(), trains & terms.beyond_low, trains & terms.beyond_high)
 
 
@@ -231,8 +231,8 @@ def mismatch_weights(
     low: float,
     high: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (importance weights exp(trained - rollout), bool mask of weights outside [low, high]). `level`: `sequence` is the product of
-    token weights, `geometric` their geometric mean. `mode`: `truncate` limits weights to the range (TIS), `mask` zeroes those outside
+    """Compute importance weights exp(trained - rollout), and a bool mask of weights outside [low, high]. `level`: `sequence` is the product
+    of token weights, `geometric` their geometric mean. `mode`: `truncate` limits weights to the range (TIS), `mask` zeroes those outside
     (IcePop)."""
     log_weight = _log_ratio(trained, rollout, mask)
     if level == "sequence":
@@ -254,9 +254,9 @@ def within(
     low: float | None,
     high: float | None,
 ) -> torch.Tensor:
-    """Return a bool mask of tokens to keep: the mismatch of the token (or its sequence, by `level`) is in [low, high]. `estimator`: `ratio`
-    is exp(trained - rollout), `difference` the trainer's minus the engine's probability; k1, k2, k3 and abs estimate KL(rollout ||
-    trained). NaN is not kept."""
+    """Mask (bool) of tokens to keep: the mismatch of the token (or its sequence, by `level`) is in [low, high]. `estimator`: `ratio` is
+    exp(trained - rollout), `difference` the trainer's minus the engine's probability; k1, k2, k3 and abs estimate KL(rollout || trained).
+    NaN is not kept."""
     log_ratio = _log_ratio(trained, rollout, mask)
     if estimator == "ratio":
         found = torch.exp(clamped(_of_sequence(log_ratio, mask, level)))
@@ -273,7 +273,7 @@ def _log_ratio(trained: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor)
 
 
 def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """Reduce x [B, T-1] to one value per row, [B, 1]; level `token` returns x itself. Undefined for rows without policy tokens."""
+    """Reduce x [B, T-1] to one value per row, [B, 1]; level `token` returns x. Undefined for rows without policy tokens."""
     if level == "token":
         return x
     if level == "sequence_sum":
@@ -293,14 +293,14 @@ def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tenso
 class ValueLoss:
     loss: torch.Tensor
     clipped: torch.Tensor
-    """bool: the new value differs from the old value by more than clip."""
+    """bool: new and old value differ by more than clip."""
 
 
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float | None
 ) -> ValueLoss:
-    """Return half the squared error of values against returns or, with `clip` (PPO), the larger of this and the error of values limited to
-    old_values +- clip."""
+    """Half the squared error of values against returns. With `clip` (PPO): the larger of this and the error of values limited to old_values
+    +- clip."""
     values = values.masked_fill(~mask, 0.0)
     returns = returns.detach().masked_fill(~mask, 0.0)
     error = (values - returns).square()
@@ -324,9 +324,9 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 def row_weights(
     policy_tokens: torch.Tensor, mode: Aggregation, constant: int | None = None, train_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return each row's loss weight per policy token, [B]. `policy_tokens` [B]: of ALL rows of the global mini-batch. Rows without policy
-    tokens or with train_weight 0 get weight 0 and are not counted; other train_weights multiply the weight. Mode `constant` (Dr. GRPO): 1 /
-    (rows * constant)."""
+    """Loss weight of each row per policy token, [B]. `policy_tokens` [B]: of ALL rows of the global mini-batch. Rows without policy tokens
+    or with train_weight 0 get 0 and are not counted; other train_weights multiply the weight. Mode `constant` (Dr. GRPO): 1 / (rows *
+    constant)."""
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)
     tokens = policy_tokens.double().masked_fill(~counted, 0.0)

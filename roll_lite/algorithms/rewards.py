@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 SPREAD_RESOLUTION = 1e-12
-"""Standard deviations up to this fraction of the mean count as 0: they are rounding errors."""
+"""Standard deviations up to this fraction of the mean count as 0: rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class RewardRows:
     format_ok: torch.Tensor
     """float32: 1 if the domain's format pattern matches; 0 without a pattern."""
     policy_tokens: torch.Tensor
-    """int64: largest number of tokens by the policy in a training row of the sample."""
+    """int64: most policy tokens in a training row of the sample."""
     row_tokens: torch.Tensor
-    """int64: largest number of tokens after the prompt, by policy and environment, in a training row of the sample."""
+    """int64: most tokens after the prompt, by policy and environment, in a training row of the sample."""
     max_tokens: torch.Tensor
     truncated: torch.Tensor
     """bool: cut at max_tokens or max_turns."""
@@ -75,7 +75,7 @@ def overlong_rewards(rows: RewardRows, buffer_tokens: int, penalty: float) -> np
 
 
 class RunningMoments:
-    """Count, mean and sum of squared deviations of a run's rewards (Welford). Sums are exactly rounded, so that row order does not change
+    """Count, mean and sum of squared deviations of a run's rewards (Welford). Sums are exactly rounded, so row order does not change
     results."""
 
     def __init__(self) -> None:
@@ -115,8 +115,8 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Normalise rewards: subtract the mean (if `mean`), and divide by the standard deviation (if `std`; ddof 1; not if it is 0). The
-    statistics are those of samples with `trains` [N] true (over=group: all). over=running: first add these rewards to `running`."""
+    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1; not if 0). Statistics are those of samples with
+    `trains` [N] true (over=group: all). over=running: first add these rewards to `running`."""
     if len(rewards) == 0:
         return rewards
     rewards = rewards.astype(np.float32).astype(np.float64)  # rounded like scores: 1 - 0.1 equals a score of 0.9
@@ -140,12 +140,12 @@ def normalized(
 
 @dataclass(frozen=True)
 class Masked:
-    """Training weights of samples, and the causes of zero weights. Samples with weight 0 still count in their group's baseline."""
+    """Training weights of samples, and causes of zero weights. Samples with weight 0 still count in their group's baseline."""
 
     weights: torch.Tensor
-    """[N] float32: train_weight. Samples with 0 do not train."""
+    """[N] float32: train_weight; samples with 0 do not train."""
     causes: dict[str, torch.Tensor]
-    """{cause: [N] bool: True for samples masked by it}. A sample may have several causes."""
+    """{cause: [N] bool: True for samples masked by it}, possibly several causes per sample."""
 
 
 def mask_samples(
@@ -155,8 +155,8 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Return training weights: the data's weights times `function_weights`, which the user's function returned (None: 1). Masked samples
-    get 0: truncated ones (if `truncated`), groups with a mean score outside `group_mean`, and lengths outside `response_tokens`."""
+    """Multiply the data's weights by `function_weights`, which the user's function returned (None: 1). Masked samples get 0: truncated ones
+    (if `truncated`), groups with a mean score outside `group_mean`, and lengths outside `response_tokens`."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

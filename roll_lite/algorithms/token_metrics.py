@@ -1,5 +1,5 @@
-"""Token metrics, collected by micro-batch: sums and histograms, which can be added over micro-batches and ranks, and peaks (maxima and
-minima). `<name>#<number>` is the metric `<name>` of the domain `<number>`."""
+"""Token metrics, collected by micro-batch: sums and histograms, which add up over micro-batches and ranks, and peaks (maxima and minima).
+`<name>#<number>` is the metric `<name>` of the domain `<number>`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
 
 BINS = 801
-"""Number of histogram bins; odd, so that the middle bin is centred at log-ratio 0."""
+"""Number of histogram bins; odd, so that log-ratio 0 is the centre of the middle bin."""
 
 FINE = 1e-3
-"""Absolute log-ratio up to which bins are about equally wide. Beyond it, the widths grow with the log-ratio."""
+"""Absolute log-ratio up to which bins are about equally wide. Beyond it, widths grow with the log-ratio."""
 
 _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
@@ -25,8 +25,7 @@ _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
 
 def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:
-    """Sum each metric by domain. `tokens`: {metric name: values [B, T-1], 0 where masked}. Return {`<name>#<domain number>`: float64
-    sum}."""
+    """Sum each metric by domain, {`<name>#<domain number>`: float64 sum}. `tokens`: {metric name: values [B, T-1], 0 where masked}."""
     rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
     own = domain_numbers == torch.arange(domains, device=domain_numbers.device)[:, None]
     sums = torch.where(own, rows[:, None], 0.0).sum(2)  # not a product with the mask: NaN and infinity stay in their domain
@@ -42,7 +41,7 @@ class Peaks:
     """{(metric name, sign): [domains] maximum of sign * value}. The sign is 1 for maxima, -1 for minima."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
-        """Record each domain's maximum (or, if `smallest`, minimum) of values [B, T-1] where the mask is True; NaN if one of them is NaN.
+        """Record each domain's maximum (if `smallest`, minimum) of values [B, T-1] where the mask is True; NaN if one of them is NaN.
         `domain_numbers` [B]: domain of each row."""
         sign = -1 if smallest else 1
         if values.numel() == 0:
@@ -87,7 +86,7 @@ class RatioHistogram:
     _counts: torch.Tensor | None = None
 
     def record(self, log_ratio: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor) -> None:
-        """Count the log-ratios [B, T-1] where the mask is True, by domain (domain_numbers [B]). NaN counts as LOG_RATIO_LIMIT."""
+        """Count log-ratios [B, T-1] where the mask is True, by domain (domain_numbers [B]). NaN counts as LOG_RATIO_LIMIT."""
         log_ratio = log_ratio.detach().nan_to_num(nan=LOG_RATIO_LIMIT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         place = torch.asinh(log_ratio.double() / FINE) / _SPAN
         bins = ((place + 1) * (BINS / 2)).long().clamp(0, BINS - 1) + BINS * domain_numbers[:, None]
@@ -106,7 +105,7 @@ def nearest_rank(percent: int, count: int) -> int:
 
 
 def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float]:
-    """Return percentiles of the ratio exp(log-ratio) from histogram counts [BINS], as centres of bins; NaN if all counts are 0."""
+    """Percentiles of the ratio exp(log-ratio) from histogram counts [BINS], as bin centres; NaN if all counts are 0."""
     total = np.cumsum(counts)
     if total[-1] == 0:
         return [math.nan] * len(percents)
@@ -116,5 +115,5 @@ def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float
 
 
 def mismatch_of_tokens(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return |rollout_log_probs - log_probs| and the k3 estimate of KL(rollout || trainer), both [B, T-1]."""
+    """Compute |rollout_log_probs - log_probs| and the k3 estimate of KL(rollout || trainer), both [B, T-1]."""
     return (rollout_log_probs - log_probs).abs(), kl_estimate(rollout_log_probs, log_probs, "k3")

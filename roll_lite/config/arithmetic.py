@@ -28,8 +28,8 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 EngineOffload = Literal["never", "with_copy", "without_copy"]
-"""Treatment of engines' weights when engines offload. with_copy: moved to host memory. without_copy: discarded, since the trainer sends
-weights after every load."""
+"""Treatment of engines' weights on offload. with_copy: moved to host memory. without_copy: discarded, since the trainer sends weights after
+every load."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average prompts per step; a single step differs from it by less than two."""
+    """Average prompts per step; a single step differs by less than two."""
     samples_per_prompt: int
     max_tokens: int
 
@@ -99,7 +99,7 @@ class BatchArithmetic:
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
-    """Return the device numbers. Raise Refused for an unresolved name such as `node0:3`."""
+    """Device numbers; Refused for an unresolved name such as `node0:3`."""
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
@@ -183,7 +183,7 @@ def model_parallel_size(role: Role) -> int:
 
 
 def micro_batch_count_divisor(strategy: MegatronStrategyConfig) -> int:
-    """Return the number that must divide the micro-batch count: the pipeline size if stages are interleaved, else 1."""
+    """Divisor of the micro-batch count: the pipeline size if stages are interleaved, else 1."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
@@ -207,19 +207,16 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """Return True if `size` ranks can split the attention heads evenly.
-
-    With more ranks than key/value heads, trainers split each of these heads along `head_dim`; engines copy it. `head_dim`: None for
-    engines."""
+    """Return True if `size` ranks can split the attention heads evenly. With more ranks than key/value heads, trainers split each of these
+    heads along `head_dim`; engines copy it (`head_dim`: None)."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
 
 
 def micro_batch_tokens_divisor(strategy: MegatronStrategyConfig) -> int:
-    """Return the number that must divide a micro-batch's tokens: context parallelism cuts the tokens into two chunks per rank, and sequence
-    parallelism splits each chunk over the tensor-parallel ranks.
-    """
+    """Divisor of a micro-batch's tokens: context parallelism cuts them into two chunks per rank, sequence parallelism splits each chunk
+    over the tensor-parallel ranks."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
@@ -350,10 +347,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Return the maximum number of samples in a batch.
-
-    Domains with the most samples per prompt get up to two prompts more than their average, unless the average is a whole number.
-    """
+    """Maximum samples in a batch. Domains with the most samples per prompt get up to two prompts more than their average, unless it is a
+    whole number."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}

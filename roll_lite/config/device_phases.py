@@ -1,7 +1,6 @@
-"""Tensors (weights, optimizer, KV cache, ...) that each role has on its devices in each phase.
+"""Tensors (weights, optimizer, KV cache, ...) of each role on its devices in each phase.
 
-Before generation, engines load weights while the trainer's are loaded; the trainer sends and offloads its weights; then engines allocate
-the KV cache.
+Before generation, engines load weights beside the trainer's; the trainer sends and offloads its own; then engines allocate the KV cache.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Return the `waiting` roles that can be loaded beside the `present` roles and each other. `exclude` returns True for two roles that
-    cannot be loaded together."""
+    """Choose `waiting` roles that can be loaded beside the `present` ones and each other. `exclude`: True for two roles that cannot."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

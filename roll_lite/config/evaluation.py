@@ -17,7 +17,7 @@ ROLLOUT = ("request_timeout_s", "retries", "restarts", "max_tokens_per_engine")
 
 
 def without_training(composed: Composition) -> Composition:
-    """Remove settings of training and, if some domains have held-out prompts, the domains without held-out prompts."""
+    """Remove settings of training and, if some domains have held-out prompts, the other domains."""
     domains = composed.data.get("domains")
     domains = domains if isinstance(domains, dict) else {}
     sections = {name: domain.get("data") for name, domain in domains.items() if isinstance(domain, dict)}

@@ -27,8 +27,7 @@ def is_truncated(sampling: Truncation) -> bool:
 
 
 def keep_mask_width(sampling: Truncation, vocab_size: int) -> int:
-    """Return how many of the likeliest tokens an engine must report, with log-probs, to include all tokens of the keep mask; 0 without
-    truncation."""
+    """Number of likeliest tokens whose log-probs an engine must report to include the whole keep mask; 0 without truncation."""
     if not is_truncated(sampling):
         return 0
     return min(sampling.top_k + TIE_ROOM, vocab_size) if sampling.top_k else vocab_size

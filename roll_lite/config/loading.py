@@ -102,7 +102,7 @@ def _no_such_config(name: str, folder: FilePath) -> Problem | None:
 
 
 def _without_secrets(problem: Problem, composed: Composition) -> Problem:
-    """Replace values of environment variables in a problem by the text in the file, such as `${oc.env:NAME}`."""
+    """Replace values of environment variables in a problem by the file's text, such as `${oc.env:NAME}`."""
     for path, (text, secret) in composed.secrets.items():
         if problem.value is not NO_VALUE and problem.path == dotted(path):
             problem = replace(problem, value=text)

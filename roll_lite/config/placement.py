@@ -1,7 +1,6 @@
 """Choose the roles' device numbers from `placement` and their `devices`.
 
-Under a preset, roles of one group share devices, and groups have no device in common. Devices that a role lists by number are not used for
-groups.
+Under a preset, roles of one group share devices; groups have none in common, and none that a role lists by number.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_whole_cluster: bool) -> dict[str, int]:
-    """Return {role: number of devices}. A role without a configured number gets the highest number in its group. If no role of the group
-    has a number, each gets one device or, with `has_whole_cluster` and without judges, all devices."""
+    """Return {role: number of devices}. Roles without a number get the highest of their group. If no role of the group has one, each gets
+    one device or, with `has_whole_cluster` and without judges, all devices."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if has_whole_cluster and placement.devices and not is_judge else 1
@@ -96,7 +95,7 @@ def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_wh
 
 def _choose_devices(placement: PlacementConfig, taken: set[int], wanted: int, block_size: int) -> list[int]:
     """Return `wanted` device numbers outside `taken`, in blocks (tensor-parallel groups). A block lies on one node if it fits, otherwise in
-    equal parts on few nodes. If too few devices are free, numbers beyond the last device fill the list; a later check reports them."""
+    equal parts on few nodes. If too few are free, numbers beyond the last device follow; a later check reports them."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))

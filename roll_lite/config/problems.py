@@ -91,7 +91,7 @@ def covers(entries: Iterable[str], path: str) -> bool:
 
 
 def is_secret(path: str) -> bool:
-    """True if the setting's name marks a secret (key, token, ...). For a list item, the list's name counts."""
+    """True if the setting's name (for a list item, the list's) marks a secret (key, token, ...)."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 
@@ -129,7 +129,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Return a hint: the valid names that resemble `wrong`, or all valid names if no name does."""
+    """Write a hint: valid names that resemble `wrong`, or all valid names if none does."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"

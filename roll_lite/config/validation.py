@@ -1,7 +1,7 @@
 """Validate plain data against the schema and collect all mistakes.
 
-Pydantic is used only for single values, because its error locations name union members, not YAML paths, and one wrong value prevents the
-whole object.
+Pydantic checks single values only, because its error locations name union members, not YAML paths, and one wrong value prevents the whole
+object.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _Walker:
         return _INVALID
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key. Return similar keys that are not set: one of them was probably meant."""
+        """Report an unknown key. Return similar unset keys: one of them was probably meant."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -232,7 +232,7 @@ def _places() -> dict[Path, list[type[Section]]]:
 
 @lru_cache(maxsize=4096)
 def sections_at(path: Path) -> list[type[Section]]:
-    """Return the section classes allowed at a path, the default first."""
+    """Section classes allowed at a path, the default first."""
 
     def fits(place: Path) -> bool:
         return len(path) == len(place) and all(wanted in (key, "<name>", "<n>") for key, wanted in zip(path, place, strict=True))
@@ -250,8 +250,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """Return True if null in the YAML removes the key: an entry of a mapping that an earlier layer set (`inherited`), or a setting that
-    cannot be null and returns to its default."""
+    """Return True if null in the YAML removes the key: an entry of a mapping from an earlier layer (`inherited`), or a setting that cannot
+    be null and returns to its default."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

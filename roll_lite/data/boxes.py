@@ -21,7 +21,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def boxes(text: str) -> list[tuple[int, int]]:
-    r"""Return (start, end) of each closed box's content, last box first."""
+    r"""(start, end) of each closed box's content, last box first."""
     opened: list[tuple[bool, int]] = []
     closed: list[tuple[int, int]] = []
     for brace in BRACE.finditer(text) if BOX in text else ():

@@ -1,5 +1,5 @@
-"""Map samples to training rows. A sample has several rows if its agent's conversation branched; only batches with such samples have the
-column `branch`."""
+"""Map samples to training rows. A sample has several if its agent's conversation branched; only batches with such samples have the column
+`branch`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def sample_rows_of(rows: DataProto) -> SampleRows | None:
 
 
 def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
-    """Return token rewards: each response's reward at its last token, 0 elsewhere. `rows`: (row, rewards of all responses of its sample, by
-    turn)."""
+    """Put each response's reward on its last token, 0 elsewhere. `rows`: (row, rewards of all responses of its sample, by turn)."""
     columns = []
     for row, rewards in rows:
         ends = np.cumsum([segment.length for segment in row.segments])
@@ -57,8 +56,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Keep each sample's first row, with values from all its rows: the sum of `response_length`, the minimum of `min_version`, and the
-    maximum of `max_version` and of `policy_tokens` (a maximum, because max_tokens limits each row)."""
+    """Keep each sample's first row, with values from all its rows: sum of `response_length`, minimum of `min_version`, maximum of
+    `max_version` and of `policy_tokens` (because max_tokens limits each row)."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

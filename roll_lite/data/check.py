@@ -33,7 +33,7 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum rows checked: SCANNED_ROWS of a file or folder (about two seconds); TABLE_ROWS if a preset converts it. Of later rows in tables,
+"""Maximum rows checked: SCANNED_ROWS of a file or folder (about two seconds), TABLE_ROWS if a preset converts it. In later rows of tables,
 only the tag is checked."""
 NAMED_LINES = 5
 
@@ -76,7 +76,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Report a training folder that contains validation files, since held-out rows would be trained on; except if the folder itself is also
+    """Report a training folder that contains validation files, since held-out rows would train; except if the folder itself is also
     validation data."""
     train, held_out = paths_of(domain.data.train), paths_of(domain.data.validation)
     for folder in [one for one in train if is_folder(one) and one not in held_out]:
@@ -90,7 +90,7 @@ class _Column:
     setting: str
     name: str
     value_of: Callable[[Mapping[str, Any]], Any]
-    """Function that returns a row's value, or raises RowError."""
+    """Reader of a row's value; raises RowError."""
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
@@ -206,8 +206,8 @@ _NOT_READ = object()
 
 
 def _table_rows(shards: list[Path], scan: _Scan) -> Iterator[Row]:
-    """Yield the rows of all shards (files) of one path; columns that were not read hold _NOT_READ. Of a shard's first TABLE_ROWS rows, all
-    configured columns are read; of later rows, up to SCANNED_ROWS, only the tag."""
+    """Yield the rows of one path's shards (files). All configured columns are read of a shard's first TABLE_ROWS rows; of later rows, up to
+    SCANNED_ROWS, only the tag. Columns that were not read hold _NOT_READ."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     lacks_columns = False

@@ -79,7 +79,7 @@ def _within(folder: Path) -> dict[int, Path]:
 
 
 def read_header(path: Path) -> DumpHeader:
-    """Read a dump's metadata. ValueError if the file is damaged, no dump, or of another schema version."""
+    """Read a dump's metadata; ValueError for a damaged file, no dump, or another schema version."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -192,8 +192,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Report training settings that differ from those of the dumps' run. This run's policy then differs from the policy that sampled, but
-    `current` and `recompute` of algorithm.old_log_probs assume the same policy."""
+    """Report training settings that differ from the dumps' run. This run's policy then differs from the one that sampled, but `current` and
+    `recompute` of algorithm.old_log_probs assume the same policy."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -238,7 +238,7 @@ def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(section: type[Section], values: Any) -> Any:
-    """Add the defaults of fields that are newer than the dump. Settings that fail validation stay unchanged."""
+    """Add the defaults of fields newer than the dump. Invalid settings stay unchanged."""
     try:
         return values if values is None else section.model_validate(values).model_dump(mode="json")
     except ValidationError:

@@ -29,7 +29,7 @@ ROW_GROUP_TOKENS = 2**21
 """Tokens per Parquet row group (about 30 MB)."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Function that returns the token blocks (tables of tokens, workers/token_blocks.py) for references; None for a lost block."""
+"""Getter of token blocks (tables of tokens, workers/token_blocks.py) by reference; None for a lost block."""
 
 DESCRIPTION = {
     "sample": "int64",
@@ -178,7 +178,7 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
 
 
 def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
-    """Return when a sample was requested, generated and scored, in Unix seconds or None."""
+    """Times when a sample was requested, generated and scored, in Unix seconds or None."""
     moments = {"asked_at": sample.asked, "generated_at": sample.generated, "scored_at": sample.scored}
     return {name: None if moment is None else round(moment + clock_offset, 3) for name, moment in moments.items()}
 
@@ -217,7 +217,7 @@ def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -> dict[str, pa.Array]:
-    """Return token columns, null for samples without tokens. RuntimeError if a trained sample's tokens are lost."""
+    """Token columns, null for samples without tokens; RuntimeError if a trained sample's tokens are lost."""
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
     rows: dict[Any, dict[int, int]] = {}
@@ -261,7 +261,7 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """Load the trained samples as the original batch: bit-identical, in the same order. ValueError for an unusable file."""
+    """Load the trained samples as the original batch, bit-identical and in order. ValueError for an unusable file."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
 

@@ -42,7 +42,7 @@ class MicroBatchOutputs:
 @dataclass(frozen=True)
 class Multiples:
     tokens: int = 1
-    """Divisor of a micro-batch's token count: tokens are padded to a multiple, for sequence and context parallelism."""
+    """Divisor of a micro-batch's token count, reached by padding; for sequence and context parallelism."""
     count: int = 1
     """Divisor of the number of micro-batches: interleaved pipeline stages process this many at a time per model chunk."""
 
@@ -50,7 +50,7 @@ class Multiples:
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         """Return each micro-batch's row numbers. `lengths` [rows]: number of tokens. `parts`: number of micro-batches that the rank must
-        run, to match other ranks or `Multiples.count`. The caller adds missing ones, empty."""
+        run, to match other ranks or `Multiples.count`; the caller adds missing ones, empty."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class PaddedBudget:
 class MicroBatchPlan:
     parts: tuple[np.ndarray, ...]
     count: int
-    """Number of micro-batches that this rank runs, at least 1. Micro-batches beyond `parts` are empty."""
+    """Number of micro-batches that this rank runs, at least 1; those beyond `parts` are empty."""
     tokens_divisor: int = 1
 
     @staticmethod
@@ -122,8 +122,7 @@ class MicroBatchPlan:
         multiples: Multiples = Multiples(),
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
-        """Return the plan for rows of these lengths. `agree` returns a number's maximum over the ranks that must run equally many
-        micro-batches."""
+        """Plan rows of these lengths. `agree` returns a number's maximum over the ranks that must run equally many micro-batches."""
         parts = planner.cut(lengths)
         most = max(agree(len(parts)) if agree else len(parts), 1)
         count = -(-most // multiples.count) * multiples.count

@@ -1,5 +1,5 @@
-"""Split the global batch into mini-batches, and these over data-parallel ranks. A mini-batch's rows and token weights do not depend on the
-parallel layout."""
+"""Split the global batch into mini-batches, and these over data-parallel ranks. The parallel layout changes neither a mini-batch's rows nor
+their token weights."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def cut_mini_batches(
     """Shuffle the batch anew in each epoch, by `seed` and epoch, and split it into `mini_batches` mini-batches. Rows with train_weight 0
     and empty mini-batches are dropped.
 
-    `samples`: row numbers to list in the mini-batches. `owners`: number of each row's sample (None: each row is a sample). A sample's rows
-    stay in one mini-batch, and count as one sequence in the loss unless `rows_are_sequences`.
+    `samples`: row numbers to list. `owners`: number of each row's sample (None: each row is a sample). A sample's rows stay in one
+    mini-batch, and count as one sequence in the loss unless `rows_are_sequences`.
     """
     cut: list[MiniBatch] = []
     owners = np.arange(len(samples)) if owners is None else owners
@@ -60,12 +60,12 @@ def cut_mini_batches(
 
 
 def row_costs(tokens: np.ndarray, attention_parity_tokens: float) -> np.ndarray:
-    """Return each row's relative cost. In a row of `attention_parity_tokens` tokens, attention costs as much as the rest of the model."""
+    """Relative cost of each row. At `attention_parity_tokens` tokens, attention costs as much as the rest of the model."""
     return tokens * (1 + tokens / attention_parity_tokens)
 
 
 def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:
-    """Split each mini-batch over the ranks at about equal cost. Return [rank][mini-batch]. `costs`: {number in column `sample`: cost}."""
+    """Split each mini-batch over the ranks at about equal cost, [rank][mini-batch]. `costs`: {number in column `sample`: cost}."""
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
         for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):
@@ -74,7 +74,7 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
 
 
 def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int, most_rows: int | None = None) -> list[np.ndarray]:
-    """Split rows into parts of about equal cost and at most `most_rows` rows. Rows, costliest first, go to the cheapest part so far (on
+    """Split rows into parts of about equal cost and at most `most_rows` rows: costliest rows first, each to the cheapest part so far (on
     ties, the part with fewer rows)."""
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")

@@ -159,7 +159,7 @@ class _Loader:
         self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
-        """Render a row's prompt; None if the row is left out. ValueError for an unusable row."""
+        """Render a row's prompt; None if it is left out, ValueError if unusable."""
         content, data = row.content, self._data
         if isinstance(content, LeftOut):
             self.prompts.left_out[content] += 1
@@ -222,7 +222,7 @@ SAME_DATA = "Use the same data, or give the domain another name, under which it 
 
 
 class PromptOrder:
-    """Endless order of prompts: each epoch has every prompt once, shuffled by seed, domain and epoch."""
+    """Endless order of prompts: each epoch has all, shuffled by seed, domain and epoch."""
 
     def __init__(self, count: int, seed: int, domain: str) -> None:
         if count < 1:
@@ -256,8 +256,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. ValueError if its number of prompts, seed or domain differs, or if it mixed several files by shares.
-        Prompts are not compared."""
+        """Continue from a saved state. ValueError if its number of prompts, seed or domain differs, or if it mixed several files by shares;
+        prompts are not compared."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"

@@ -29,7 +29,7 @@ VECTORS = {
 
 
 def object_column(items: Iterable[object]) -> np.ndarray:
-    """Return a column of Python objects. NumPy alone would turn lists into dimensions."""
+    """Make a column of Python objects: NumPy alone would turn lists into dimensions."""
     listed = list(items)
     column = np.empty(len(listed), dtype=object)
     for i, item in enumerate(listed):

@@ -34,7 +34,7 @@ def answer_of(row: Mapping[str, Any], column: str, setting: str) -> Any:
 
 
 def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str) -> str:
-    """Return the text for a placeholder of the template. `setting`: YAML path of the template."""
+    """Text for a placeholder of the template. `setting`: the template's YAML path."""
     value = cell(row, column, "" if placeholder == "prompt" else f" ({setting}.text has the placeholder {{{placeholder}}})")
     if isinstance(value, list) and value and isinstance(value[0], dict):
         raise RowError(column, f"a list of chat messages needs {setting}.name: chat")
@@ -90,8 +90,7 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Return the column's files, {name: text}. Names with null are dropped, since formats such as Parquet give every row the file names of
-    all rows."""
+    """Files of the column, {name: text}, without nulls: formats such as Parquet give every row the file names of all rows."""
     files = cell(row, column) or {}
     if not isinstance(files, dict):
         raise RowError(column, f"must be a mapping of file names to texts, got {show(files)}")
@@ -99,7 +98,7 @@ def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
 
 
 def files_read(*given: DataFiles | None) -> set[Path]:
-    """Return the given data files, and those in given folders. Missing or broken files are skipped, since other checks report them."""
+    """Resolve data files, and those in folders. Missing or broken files are skipped: other checks report them."""
     files: set[Path] = set()
     for path in (path for one in given for path in paths_of(one)):
         with suppress(ValueError, OSError):

@@ -26,7 +26,7 @@ class SampleOutcome(StrEnum):
 
 
 class Packed:
-    """Base class of records often sent between processes. Pickles only the fields' values, in a third of the usual time."""
+    """Base class of records often sent between processes: pickles only the fields' values, in a third of the usual time."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -77,11 +77,11 @@ class Sampling(Packed):
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     keep_mask: bool = False
-    """True if the engine also returns the token ids that survive top-p, top-k and min-p at each position."""
+    """True if the engine also returns the token ids that survive top-p, top-k and min-p, per position."""
 
     @property
     def kernels(self) -> tuple[bool, ...]:
-        """Return what selects an engine's sampling kernels, which it may compile at the first use."""
+        """Features that select an engine's sampling kernels, which it may compile at first use."""
         return self.temperature == 0, self.top_p < 1, self.top_k > 0, self.min_p > 0, self.min_tokens > 0, self.keep_mask
 
 
@@ -100,13 +100,13 @@ class GenerationRequest(Packed):
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     context: TokenRow | None = None
-    """Tokens of an earlier request, which precede prompt_ids. The worker prepends them: engines take whole prompts."""
+    """Tokens of an earlier request, before prompt_ids. The worker prepends them: engines take whole prompts."""
     resumed_tokens: int = 0
     """Number of tokens at the context's end that belong to this response, from before an interruption. The completion's text includes them,
-    and stop strings may begin in them. The completion's other fields cover new tokens only."""
+    and stop strings may begin in them; its other fields cover new tokens only."""
     wants_ids: bool = False
     masks_context: bool = False
-    """Exclude the context from the loss, because another row of the sample already trains on it."""
+    """Exclude the context from the loss: another row of the sample trains on it."""
 
     @property
     def prompt_length(self) -> int:
@@ -126,7 +126,7 @@ class VersionSpan(NamedTuple):
 
 
 def since_token(spans: Sequence[VersionSpan], first: int, end: int) -> tuple[VersionSpan, ...]:
-    """Return the spans of the tokens from `first` to `end` (exclusive). Their starts are relative to `first`."""
+    """Spans of the tokens from `first` to `end` (exclusive), with starts relative to `first`."""
     begun = [span for span in spans if span.start <= first][-1:] if first < end else []
     return tuple(VersionSpan(max(0, span.start - first), span.version) for span in [*begun, *(s for s in spans if first < s.start < end)])
 
@@ -165,7 +165,7 @@ class Turn(NamedTuple):
 
     request_id: str
     length: int = 0
-    """Number of new tokens, without tokens from before an interruption. Index 0 in `versions` is the first new token."""
+    """Number of new tokens, without those from before an interruption. Index 0 in `versions` is the first new token."""
     text: str = ""
     """Whole response, with the tokens from before an interruption; empty if aborted before the first token."""
     finish_reason: FinishReason | None = None
@@ -174,7 +174,7 @@ class Turn(NamedTuple):
     cached_tokens: int = 0
     tokens: TokenRow | None = None
     engines: tuple[int, ...] = ()
-    """Numbers of the engines that sampled the response, in order; several after interruptions."""
+    """Engines that sampled the response, in order; several after interruptions."""
     ids: bytes = b""
     """int32 token ids of the response, if requested."""
     drafted: int = 0
@@ -212,7 +212,7 @@ class Segment:
     """Weight versions of the segment (consecutive tokens by one author). Index 0 is its first token."""
     engines: tuple[int, ...] = ()
     turn: int | None = None
-    """Index of the response among the responses of the sample; None if the segment is not a response."""
+    """Index among the sample's responses; None if the segment is not a response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class Branch:
 
     @property
     def engine(self) -> int | None:
-        """Engine that sampled all responses of the row; None if several did."""
+        """Engine that sampled all responses of the row; None if several."""
         engines = {engine for segment in self.segments for engine in segment.engines}
         return engines.pop() if len(engines) == 1 else None
 
@@ -319,12 +319,12 @@ class Score(Packed):
 
     value: float
     correct: bool | None = None
-    """True if the response is correct. None: the response counts as correct if value >= 1 - 1e-6."""
+    """True if the response is correct. None: correct if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
-    """True if the response matches the domain's format pattern; None if the domain has no pattern."""
+    """True if the response matches the domain's format pattern; None without a pattern."""
     answer: str | None = None
-    """Answer found in the response, for majority votes. Empty: none found. None: this reward does not extract answers."""
+    """Answer found in the response, for majority votes. Empty: none found. None: this reward extracts no answers."""
     terms: dict[str, float] = field(default_factory=dict)
     """{term: its weighted contribution}; the sum is the value."""
 
@@ -359,6 +359,6 @@ class SampleGroup:
 
     @property
     def timed_out(self) -> bool:
-        """True if a sample timed out during generation. Without such samples, which are probably long, the group is biased towards short
+        """True if a sample timed out during generation. Without such samples, probably long ones, the group is biased towards short
         responses."""
         return any(sample.timed_out for sample in self.samples)

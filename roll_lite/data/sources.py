@@ -15,8 +15,7 @@ TABLES = (".parquet", ".arrow")
 """Suffixes of files that declare their columns."""
 IN_FOLDERS = (".jsonl", *TABLES)
 SUFFIXES = (*IN_FOLDERS, ".csv", ".json")
-"""Suffixes accepted for a single file. In a folder, only files with suffixes in IN_FOLDERS are read: CSV and JSON files there are often not
-data."""
+"""Suffixes accepted for a single file. In a folder, CSV and JSON files are not read, because they are often not data."""
 ROWS_AT_ONCE = 1024
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -26,7 +25,7 @@ class Row(NamedTuple):
     number: int
     """Number of the line (.jsonl) or row, from 1."""
     content: dict[str, Any] | str
-    """{column: value}, or the reason why the row is unreadable or left out."""
+    """{column: value}, or why the row is unreadable or left out."""
 
     @property
     def place_in_file(self) -> str:
@@ -81,8 +80,8 @@ def _folder(folder: Path) -> list[Path]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Raise ValueError if the files may be of several splits: their names state different splits, or state none and differ in more than
-    digits and punctuation. Held-out rows could be trained on."""
+    """Raise ValueError if the files may be of several splits: their names state different splits, or none and differ in more than digits
+    and punctuation. Held-out rows could be trained on."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))

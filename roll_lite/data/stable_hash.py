@@ -12,6 +12,5 @@ def stable_hash(*parts: object) -> int:
 
 
 def derived_seed(run_seed: int, purpose: str, *parts: object) -> int:
-    """Return the seed for one use of random numbers. Sums such as `seed + step` would collide between runs. 31 bits: Megatron-Core adds the
-    rank."""
+    """Seed for one use of random numbers. Sums such as `seed + step` would collide between runs. 31 bits: Megatron-Core adds the rank."""
     return stable_hash(run_seed, purpose, *parts) >> 32

@@ -27,7 +27,7 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Draw the rows of one optimizer step. `ptx_weight` is algorithm.ptx.coef / number of learned tokens, so that the weighted sum of
+        """Draw the rows of one optimizer step. `ptx_weight` is algorithm.ptx.coef / number of learned tokens, so the weighted sum of
         cross-entropies is coef times their mean."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
@@ -42,13 +42,13 @@ class SupervisedRows:
         )
 
     def shares(self, updates: int, ranks: int, attention_parity_tokens: float) -> list[list[DataProto]]:
-        """Draw the rows of `updates` optimizer steps, and split each step's rows over the ranks at about equal cost: [rank][step]."""
+        """Draw the rows of `updates` optimizer steps, and split each step's over the ranks at about equal cost: [rank][step]."""
         drawn = [self.draw() for _ in range(updates)]
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_parity_tokens), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a row's token ids and its mask of tokens to learn: answer and end of sequence or, without an answer column, all."""
+        """Token ids of a row, and mask of tokens to learn: answer and end of sequence or, without an answer column, all."""
         prompt, first = self._prompts[number], 0
         ids = list(prompt.token_ids)
         if self._config.data.answer is not None:

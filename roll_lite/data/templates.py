@@ -60,8 +60,7 @@ class Template:
             raise RowError(self._prompt_column, f"the chat template refuses the messages: {error}") from error
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize. Plain text gets the tokenizer's special tokens (BOS for Llama, none for Qwen); text from a chat template already has
-        them."""
+        """Tokenize. Plain text gets the tokenizer's special tokens (BOS for Llama, none for Qwen); a chat template already writes them."""
         if not texts:
             return []
         add = isinstance(self._config, PlainTemplateConfig)

@@ -10,8 +10,8 @@ from roll_lite.config.problems import or_nearest
 
 
 def load_function(name: str, path: str, shape: str, or_class: bool = False) -> Callable[..., Any]:
-    """Load "package.module.function" (or a class, if `or_class`); ValueError on failure. `path` (YAML path) and `shape` (expected
-    signature) are for messages."""
+    """Load "package.module.function" (or a class, if `or_class`); ValueError on failure. Messages show `path` (YAML path) and `shape`
+    (expected signature)."""
     module_name, _, attribute = name.rpartition(".")
     if not module_name or not attribute:
         raise ValueError(f"{path}: {name!r} is no dotted path; a function of your own is named package.module.function")
@@ -45,5 +45,5 @@ def search_current_folder() -> str:
 
 
 def nearest_aside(word: str, known: list[str]) -> str:
-    """Return a "did you mean" for insertion into a message; empty if no name is similar."""
+    """Write a "did you mean" to insert into a message; empty if no name is similar."""
     return or_nearest(word, known).replace(";", ",", 1)

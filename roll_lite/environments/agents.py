@@ -1,4 +1,4 @@
-"""Agents that talk with the policy over HTTP: match each request with the sampled response that it continues."""
+"""Agents that call the policy over HTTP: match each request with the sampled response that it continues."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class _Node:
     number: int
     ids: list[int]
     length: int
-    """Number of tokens in the conversation up to the response's end."""
+    """Tokens of the conversation up to the response's end."""
 
 
 class AgentSession:
-    """Conversations of one episode. A request that repeats an earlier request and its reply continues that conversation's tokens. Any other
-    request starts a new conversation."""
+    """Conversations of one episode. A request that repeats an earlier request and its reply continues that conversation's tokens; any other
+    starts a new conversation."""
 
     def __init__(self, policy: Policy, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer]) -> None:
         self._policy = policy
@@ -77,7 +77,7 @@ class AgentSession:
         self._policy.refusal = why
 
     def end(self) -> None:
-        """Store the conversations in the Policy: the one with the latest response in `messages`, the other conversations in `branches`."""
+        """Store the conversations in the Policy: the one with the latest response in `messages`, the others in `branches`."""
         if self._conversations:
             self._policy.messages = self._conversations.pop(max(self._conversations))
             self._policy.branches = list(self._conversations.values())
@@ -119,8 +119,7 @@ class AgentSession:
         return reply
 
     def _match(self, request: ChatRequest) -> tuple[_Node | None, list[Message], bytes]:
-        """Find the latest sampled response that the request repeats. Return (the response or None, messages after it, digest of all
-        messages)."""
+        """Find the latest sampled response that the request repeats. Return (it or None, messages after it, digest of all messages)."""
         digest = hashlib.sha256(_json(request.tools)).digest()
         node, new = None, request.messages
         for place, message in enumerate(request.messages):
@@ -130,8 +129,8 @@ class AgentSession:
         return node, new, digest
 
     def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> tuple[Message, str | None]:
-        """Convert a response for clients: separate thoughts, cut at the stop string, replace call ids that the episode has already used.
-        Return (message, stop string found or None)."""
+        """Convert a response for clients: separate thoughts, cut at the stop string, replace call ids that the episode has used. Return
+        (message, stop string found or None)."""
         reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
         stops = {place: one for one in request.stop if (place := content.find(one)) >= 0}
         content = content[: min(stops, default=len(content))]
@@ -148,8 +147,7 @@ class AgentSession:
 
 
 def _digest(before: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation after `message` is appended. `before`: digest without the message. Outer white space is ignored,
-    because clients strip it."""
+    """Digest of a conversation with `message` appended. `before`: digest without it. Outer white space is ignored: clients strip it."""
     known = {name: value.strip() if isinstance(value, str) else value for name, value in message.items() if value}
     return hashlib.sha256(before + _json(known)).digest()
 
@@ -198,8 +196,8 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
 
 
 def command_agent(command: Sequence[str]) -> Agent:
-    """Build an agent that runs a program. The program gets the task as JSON on standard input and the endpoint in environment variables;
-    its last output line is the result."""
+    """Build an agent that runs a program: it gets the task as JSON on standard input and the endpoint in environment variables; its last
+    output line is the result."""
 
     async def run(task: Task, endpoint: Endpoint) -> str | None:
         process = await asyncio.create_subprocess_exec(

@@ -26,7 +26,7 @@ class Step(NamedTuple):
     reward: float = 0.0
     done: bool = False
     correct: bool | None = None
-    """True: the task is solved. False: it cannot be solved any more. None: undecided."""
+    """True: solved. False: cannot be solved any more. None: undecided."""
     metrics: Mapping[str, float] = {}
 
 
@@ -38,7 +38,7 @@ class Environment(Protocol):
         ...
 
     def step(self, message: Message) -> Step:
-        """Answer a response of the policy. Returns a Step, a tuple of a Step's first fields, or a text, which becomes a user message."""
+        """Answer a response with a Step, a tuple of a Step's first fields, or a text, which becomes a user message."""
         ...
 
 
@@ -58,7 +58,7 @@ def opening(task: Task, text: str) -> list[Message]:
 
 
 def seed_of(task: Task) -> int:
-    """Return the seed for generated tasks: the row's `seed`, if any, so that all samples of a prompt get the same task."""
+    """Seed for generated tasks: the row's `seed`, if any, so that all samples of a prompt get the same task."""
     return int(task.columns.get("seed", task.seed))
 
 

@@ -36,12 +36,12 @@ from roll_lite.files import read_text
 
 TOOL_SETS = 16
 METHODS = {"reset": ("a task",), "step": ("a message",), "close": ()}
-"""{method of an environment's class: arguments with which it is called}."""
+"""{method of an environment's class: its arguments}."""
 
 
 def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) -> Player:
-    """Load the environment of the domain at YAML path `path`. Raise ValueError if its settings are wrong. `host`: address for the endpoint
-    of agents."""
+    """Load the environment of the domain at YAML path `path`; ValueError if its settings are wrong. `host`: address of the agents'
+    endpoint."""
     settings = domain.environment
     assert settings is not None
     limits = Limits(
@@ -76,7 +76,7 @@ def _play(
 
 
 def adapter_of(settings: AdapterSection, path: str, calls: Calls) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
-    """Load another project's environment. Return the function that plays an episode, and its tool schemas. ValueError for a mistake."""
+    """Load another project's environment. Return its episode function and tool schemas; ValueError for a mistake."""
     try:
         match settings:
             case GymEnvironmentConfig():
@@ -118,7 +118,7 @@ def task_of(domain: DomainConfig, prompt: Prompt, seed: int) -> Task:
 
 
 def tools_of(settings: ToolConfig, path: str, calls: Calls, turn_timeout_s: float, start_timeout_s: float) -> Tools:
-    """Load the tools of the entry at YAML path `path`; ValueError for a mistake in it."""
+    """Load the tools of the entry at YAML path `path`; ValueError for a mistake."""
     try:
         match settings:
             case PythonToolConfig():
@@ -192,8 +192,8 @@ def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Se
 
 
 def note_on_tools(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> str | None:
-    """Return a note if the domain's template cannot render an agent's conversations with tools, or renders them differently message by
-    message than as a whole."""
+    """Describe how the domain's template fails on an agent's conversations with tools, or renders them differently message by message than
+    as a whole; None if it does neither."""
     try:
         return renderer_of(domain, tokenizer, path, [ANY_TOOL]).difference()
     except ValueError as error:

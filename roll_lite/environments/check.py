@@ -27,7 +27,7 @@ from roll_lite.models.model_files import chat_templates
 
 
 def check_environments(config: RunConfig, makes: bool = True) -> Iterator[Problem]:
-    """Yield the problems of environments. `makes`: also make one environment of each adapter, and ask MCP servers for their tools."""
+    """Yield problems of environments. `makes`: also make one environment of each adapter, and ask MCP servers for their tools."""
     if vars(config).get("mode") != "train_only":
         for name, domain in config.domains.items():
             yield from readable(_environment(config, f"domains.{name}", domain, makes))
@@ -75,7 +75,7 @@ def _has_chat_template(config: RunConfig, domain: DomainConfig) -> bool:
         return False
     try:
         return bool(chat_templates(model) if template.file is None else [read_text(template.file)])
-    except ValueError:  # check_data tells
+    except ValueError:  # reported by check_data
         return False
 
 
@@ -113,7 +113,7 @@ def _mistake(load: Callable[[], Any], use: Callable[[Any], object] = lambda _: N
 
 
 def _in_time(load: Callable[[], Any], path: str, seconds: float) -> Callable[[], Any]:
-    """Return a function that calls `load` in a thread, as workers do, and raises ValueError after `seconds`."""
+    """Wrap `load` to run in a thread, as in workers, and to raise ValueError after `seconds`."""
     from roll_lite.environments.episode import Calls
 
     def loaded() -> Any:

@@ -19,10 +19,10 @@ from roll_lite.data.samples import EpisodeRecord, FinishReason
 from roll_lite.environments.base import EpisodeOver, Message, Step, Task, messages_from
 
 STUCK_THREADS, STUCK_AFTER_S = 8, 30.0
-"""A call hangs if it still runs STUCK_AFTER_S after its caller gave up. With STUCK_THREADS such calls, the worker is replaced, because
-Python cannot end threads."""
+"""A call hangs if it still runs STUCK_AFTER_S after its caller gave up. At STUCK_THREADS such calls the worker is replaced: Python cannot
+end threads."""
 LONGEST_REFUSAL = 200
-"""Maximum characters of a refused request's reason in a cause of failure; the ledger has room for this and the failure itself."""
+"""Maximum characters of a refusal's reason in a cause of failure; the ledger has room for this and the failure itself."""
 
 
 class Renderer(Protocol):
@@ -42,7 +42,7 @@ class Renderer(Protocol):
         ...
 
     def content_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of tokens in the messages' contents, without text that the template adds."""
+        """Number of tokens in the messages' contents, without text that the template adds."""
         ...
 
     def difference(self) -> str | None:
@@ -54,7 +54,7 @@ class Begin(NamedTuple):
     episode: int
     task: Task
     max_tokens: int
-    """Maximum tokens after the first prompt: responses, and messages between responses."""
+    """Maximum tokens after the first prompt: responses, and messages between them."""
 
 
 class Answer(NamedTuple):
@@ -105,7 +105,7 @@ class Limits:
     max_prompt_tokens: int
     max_turn_tokens: int | None = None
     last_reward: bool = False
-    """True: the score is the last response's reward. False: the sum of all rewards."""
+    """True: the last response's reward is the score. False: the sum of all rewards."""
 
 
 class Response(NamedTuple):
@@ -126,13 +126,13 @@ class Policy:
         self.finish_reason: FinishReason | None = None
         """Limit that the episode has reached, or STOP if an agent ended by itself. Sampling another response resets it to None."""
         self.limit: tuple[FinishReason, str] | None = None
-        """Limit that was reached last: (reason, explanation)."""
+        """Last limit reached: (reason, explanation)."""
         self.refusal: str | None = None
         """Why an agent's last refused request was refused."""
         self.cancelled = False
         self.limits = limits
         self.room = room
-        """Tokens that are left for responses and for messages between responses."""
+        """Tokens left for responses and for messages between them."""
         self.timer: asyncio.Timeout | None = None
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._number = number
@@ -147,7 +147,7 @@ class Policy:
         self._given = self._template = self._sampled = 0
 
     async def respond(self, messages: str | Message | Sequence[Message]) -> Message:
-        """Add messages, and let the policy respond. Raises EpisodeOver at a limit."""
+        """Add messages, and let the policy respond; EpisodeOver at a limit."""
         if self._answers:
             raise RuntimeError("the policy was asked for a response while it writes another one")
         self._refuse_if_cancelled()
@@ -187,9 +187,8 @@ class Policy:
     async def sample(
         self, ids: Sequence[int], after: int | None, most: int | None, stop: Sequence[str] = (), messages: Sequence[Message] = ()
     ) -> Response:
-        """Append tokens to a conversation, and sample a response. `messages`: messages from which `ids` were rendered. `after`: number of
-        the response before these tokens; None: they start a conversation. `most`: maximum tokens of the response; None: all that are
-        left."""
+        """Append tokens to a conversation, and sample a response. `messages`: source of `ids`. `after`: number of the response before these
+        tokens; None: they start a conversation. `most`: maximum tokens of the response; None: all that are left."""
         loop = asyncio.get_running_loop()
         number = len(self._rewards)
         self._rewards.append(0.0)
@@ -289,7 +288,7 @@ class Player:
         return self._calls.stuck
 
     async def events(self, max_wait_s: float) -> list[Event]:
-        """Return the events since the last call. Waits for the first, at most `max_wait_s`."""
+        """Return the events since the last call; wait for the first, at most `max_wait_s`."""
         if not self._events:
             self._changed.clear()
             try:
@@ -340,8 +339,8 @@ class Player:
 
 
 class Calls:
-    """Calls functions of the user: async functions in the event loop, each other call in its own thread, because it may block. `stuck`:
-    number of calls that hang."""
+    """Calls of the user's functions: async ones in the event loop, others each in its own thread, because they may block. `stuck`: number
+    of calls that hang."""
 
     def __init__(self) -> None:
         self.stuck = 0
@@ -376,7 +375,7 @@ class Calls:
             except BaseException as error:  # a thread's edge; sys.exit must not end the worker, and a future refuses StopIteration
                 is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
                 failure = error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
-            with suppress(RuntimeError):  # nobody waits any more, and the loop is closed
+            with suppress(RuntimeError):  # the caller has given up, and the loop is closed
                 loop.call_soon_threadsafe(resolve, result, failure)
 
         threading.Thread(target=run, daemon=True).start()

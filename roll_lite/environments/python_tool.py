@@ -21,7 +21,7 @@ from roll_lite.sandbox.kernel import KILL, PAUSE, RESUME
 from roll_lite.sandbox.pool import Limits, Program, Sandbox, SandboxTrouble
 
 GRACE_S = 2.0
-"""Seconds, beyond `timeout_s`, that interrupted code has to end."""
+"""Extra seconds, beyond `timeout_s`, for interrupted code to end."""
 CPU_CALLS = 100
 """CPU time limit over an interpreter's life, as a multiple of `timeout_s`, the limit of one call. The interpreter is paused between
 calls."""
@@ -68,8 +68,8 @@ class Interpreter:
         self.thread = ThreadPoolExecutor(1)
         self.files: dict[str, str] = {}
         self.longest_wait_s = LONGEST_S
-        """Maximum seconds that a call may wait for earlier calls of the same response, so that all calls end before `turn_timeout_s`. A
-        call that waits longer is not run."""
+        """Maximum seconds that a call may wait for earlier calls of the same response, so that all end before `turn_timeout_s`. A call that
+        waits longer is not run."""
         self._settings = settings
         self._peer: socket.socket | None = None
 

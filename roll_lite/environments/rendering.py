@@ -1,7 +1,7 @@
 """Render an episode's messages to tokens.
 
-Sampled responses keep their tokens; only the text after them is rendered and tokenized. Text of users, tools and environments never becomes
-an added token such as `<|im_end|>`: where it spells one, it is split after the first character and tokenized in parts.
+Sampled responses keep their tokens; only the text after them is tokenized. Text of users, tools and environments never becomes an added
+token such as `<|im_end|>`: where it spells one, it is split after the first character and tokenized in parts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from roll_lite.environments.tool_calls import ToolCallParser, family_of
 from roll_lite.files import first_line
 
 SENTINEL = "SENTINEL7f3a9c51"
-"""Content of the dummy assistant message that stands for a response when the template is rendered. Trimming and JSON leave letters and
-digits unchanged."""
+"""Content of the dummy assistant message that stands for a response when rendering. Trimming and JSON leave letters and digits unchanged.
+"""
 CALL_ID = "call00000"
 QUESTION: Message = {"role": "user", "content": "Question"}
 NEXT: Message = {"role": "user", "content": "Next7f3a9c51"}
@@ -36,13 +36,13 @@ ANY_TOOL = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}, "required": ["text"]},
     },
 }
-"""Schema that stands for unknown tools: tools of agents, and tools that need a started sandbox or index."""
+"""Schema of unknown tools: tools of agents, and tools that need a started sandbox or index."""
 
 
 class ChatRenderer:
     """Renderer with a chat template. `arguments`: its variables. `tools`: OpenAI schemas. `setting`: YAML path for error messages.
-    `call_format`: format of tool calls; None: found out from the template. `end_ids`: tokens that end a response, besides those of template
-    and tokenizer (such as Llama's <|eom_id|>)."""
+    `call_format`: format of tool calls; None: the template's. `end_ids`: tokens that end a response, besides those of template and
+    tokenizer (such as Llama's <|eom_id|>)."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class ChatRenderer:
         self._remedy = f"name a template for multi-turn conversations in {setting}.file"
         self._template = tokenizer.get_chat_template(chat_template, self._tools)
         self._later_tools = self._tools
-        """Tools passed to the template for continuations; None, which is faster, if the rendered text is the same without tools."""
+        """Tools passed to the template for continuations; None, which is faster, if they do not change the rendered text."""
         self._needs_calls = bool(tools)
-        """True if the dummy response before tool results must have tool calls, as the template renders results differently otherwise."""
+        """True if the dummy response before tool results needs tool calls for the template to render the results as usual."""
         self._closing = self._after([], prompt=False)
         """Text that the template writes after the last assistant message's content."""
         self._end = self._text.first_added(self._text.encode(self._closing))[1]
@@ -103,7 +103,7 @@ class ChatRenderer:
         return _message(self._parser, response_ids)
 
     def difference(self) -> str | None:
-        """Describe by an example where an episode's tokens differ from the template applied to the whole conversation; None if nowhere."""
+        """Example of where an episode's tokens differ from the template applied to the whole conversation; None if nowhere."""
         for kind, messages in _conversations(bool(self._tools)):
             try:
                 whole = self._text.encode(self._render(messages, self._tools), start=True)
@@ -227,8 +227,8 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class _GuardedText:
-    """Tokenizes text of users and tools as plain text, even if it contains an added token's text such as `<|im_end|>`: `guard` marks a cut
-    inside that text, `encode` tokenizes the parts separately."""
+    """Tokenizes text of users and tools as plain text, even where it spells an added token such as `<|im_end|>`: `guard` marks a cut inside
+    it, `encode` tokenizes the parts separately."""
 
     def __init__(self, tokenizer: Tokenizer, allowed: str = "") -> None:
         added = tokenizer.added_tokens_decoder
@@ -241,19 +241,18 @@ class _GuardedText:
         self._line_break = self._ids("\n")
 
     def guard(self, value: Any, only_special: bool = False) -> Any:
-        """Insert marks into a value's texts where they spell an added token such as `<|im_end|>`, so that `encode` tokenizes it as plain
-        text. `only_special`: only special tokens."""
+        """Mark a value's texts where they spell an added token such as `<|im_end|>`, so that `encode` tokenizes it as plain text.
+        `only_special`: only special tokens."""
         if isinstance(value, str):
-            text = value.encode("utf-16", "surrogatepass").decode(
-                "utf-16", "replace"
-            )  # tokenizers refuse lone surrogates, which JSON can spell
+            # Tokenizers refuse lone surrogates, which JSON can spell.
+            text = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return (self._special if only_special else self._all).sub(rf"\g<0>{self.mark}", text)
         if isinstance(value, Mapping):
             return {self.guard(key, only_special): self.guard(item, only_special) for key, item in value.items()}
         return [self.guard(item, only_special) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str, start: bool = False) -> list[int]:
-        """Tokenize a text that `guard` has marked, in parts. `start`: whether the text starts the sequence."""
+        """Tokenize a text marked by `guard`, in parts. `start`: it starts the sequence."""
         parts = text.split(self.mark)
         first = self._ids(parts[0]) if start else self._ids_behind(parts[0])
         return [*first, *(one for part in parts[1:] for one in self._ids_behind(part))]
@@ -265,8 +264,8 @@ class _GuardedText:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, text: str) -> list[int]:
-        """Tokenize a text that follows another text. SentencePiece would add a space at the start, so a line break is put before the text,
-        and the tokens of the line break are dropped."""
+        """Tokenize text that follows other text. SentencePiece would add a space at the start, so a line break is put before it, and its
+        tokens are dropped."""
         ids = self._ids(f"\n{text}")
         length = len(self._line_break)
         return ids[length:] if ids[:length] == self._line_break else self._ids(text)
@@ -279,8 +278,7 @@ def _first_characters(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """Build a pattern for any of these texts, to be used in a lookahead. It is a prefix tree, since models have thousands of added
-    tokens."""
+    """Build a pattern for any of these texts, for a lookahead. A prefix tree, since models have thousands of added tokens."""
     if "" in texts:
         return ""
     branches = [re.escape(first) + _any_of(rest) for first, rest in _tails(texts).items()]

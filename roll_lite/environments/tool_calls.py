@@ -15,7 +15,7 @@ MARKERS = {
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     *("<think>", "</think>", "[THINK]", "[/THINK]"),
 }
-"""Tags of calls and thoughts that the parsers need. They stay in the decoded text even if they are special tokens."""
+"""Tags of calls and thoughts that the parsers need: they stay in the decoded text even if they are special tokens."""
 THOUGHTS = re.compile(r"(<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))", re.DOTALL)
 HERMES_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
 """End of a tool call in the format `hermes`. The closing tag may be missing."""
@@ -94,7 +94,7 @@ class ToolCallParser:
 
 
 def split_thoughts(content: str, thinking: bool) -> tuple[str, str]:
-    """Split a response into (thoughts, rest). `thinking`: whether the prompt ends with the opening tag of the thoughts."""
+    """Split a response into (thoughts, rest). `thinking`: the prompt ends with the opening tag."""
     for opening, closing in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
         text = content.lstrip()
         if text.startswith(opening) or (thinking and closing in text):

@@ -10,7 +10,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 A, B = "lora_A", "lora_B"
 """PEFT's names of the LoRA matrices A [rank, in] and B [out, rank]."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks for which vLLM can reserve memory. Adapters of another rank take as much memory as the next larger rank."""
+"""LoRA ranks for which vLLM can reserve memory. Another rank takes the memory of the next larger one."""
 _PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -26,9 +26,9 @@ _WITHOUT_EFFECT = (
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""PEFT settings that are ignored: the weights file shows which layers have adapters, init_lora_weights shows how they were initialized."""
+"""Ignored PEFT settings: the weights file shows which layers have adapters, init_lora_weights how they were initialized."""
 _LEAVES_BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Values of init_lora_weights that leave the base model unchanged. Others move part of its weights into the adapters."""
+"""Values of init_lora_weights that leave the base model unchanged; others move part of its weights into the adapters."""
 
 
 def adapter_config(rank: int, alpha: float, targets: Iterable[str], base: Path) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
 
 
 def target_of(weight: str) -> str | None:
-    """Return the LoRA target of a weight matrix (q_proj for self_attn.q_proj.weight); None if the name does not end in `.weight`."""
+    """LoRA target of a weight matrix (q_proj for self_attn.q_proj.weight); None if the name does not end in `.weight`."""
     module, _, kind = weight.rpartition(".")
     return module.rpartition(".")[2] if kind == "weight" else None
 

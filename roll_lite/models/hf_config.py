@@ -35,7 +35,7 @@ class ModelShape:
     tied_embeddings: bool
     window: int | None
     experts: int | None = None
-    """Number of experts. None for dense models, or if config.json has an unknown name for this field."""
+    """Number of experts; None for dense models, or if config.json gives it an unknown name."""
     expert_feed_forward: int | None = None
 
 
@@ -91,8 +91,8 @@ class HfConfig:
         return self.hidden * self._weights_per_hidden / (self.heads * self.head_dim)
 
     def forward_flops(self, lengths: Iterable[int], outputs: int) -> float:
-        """Count the FLOPs of a forward pass for weights and causal attention only, without norms, softmax, embeddings and value head.
-        `outputs`: tokens that reach the output layer."""
+        """FLOPs of a forward pass for weights and causal attention only, without norms, softmax, embeddings and value head. `outputs`:
+        tokens that reach the output layer."""
         tokens = pairs = 0
         for length in lengths:
             near = min(length, self.window or length)
@@ -101,7 +101,7 @@ class HfConfig:
         return tokens * self.token_flops(pairs / max(tokens, 1)) + 2 * outputs * self.hidden * self.vocab_size
 
     def token_flops(self, seen: float) -> float:
-        """Count the FLOPs of one token that attends to `seen` tokens, without the output layer."""
+        """FLOPs of one token that attends to `seen` tokens, without the output layer."""
         routers = 0 if self.experts is None else sum(self.experts.layers) * self.experts.count
         of_weights = self.hidden * (self.layers * self._weights_per_hidden + routers)
         return 2 * (of_weights + 2 * seen * self.layers * self.heads * self.head_dim)
@@ -117,14 +117,14 @@ class HfConfig:
         return (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
 
     def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
-        """Return the facts that determine a checkpoint's tensors, as JSON values: sizes, dtype and kind of output. `has_values`: value head
-        instead of LM head."""
+        """Facts that determine a checkpoint's tensors, as JSON values: sizes, dtype and kind of output. `has_values`: value head, not LM
+        head."""
         shape = {name: value for name, value in asdict(self).items() if name not in NOT_IN_TENSORS}
         return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
 
 
 def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint is of another model or precision. Checkpoints without model.json are accepted."""
+    """Raise ValueError for a checkpoint of another model or precision. Checkpoints without model.json are accepted."""
     if kind_of(checkpoint / MODEL_FILE) is None:
         return
     held = read_object(checkpoint / MODEL_FILE)
@@ -215,7 +215,7 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
 
 
 def hf_config_of(raw: dict[str, Any], architectures: Sequence[str] = HEADS) -> HfConfig:
-    """Return the architecture that the contents of a config.json describe."""
+    """Architecture described by the contents of a config.json."""
     family = raw.get("model_type")
     if family not in SUPPORTED_TYPES:
         raise ValueError(f"model_type {family!r} cannot be trained; supported are {', '.join(SUPPORTED_TYPES)}")

@@ -1,7 +1,7 @@
 """Check the fields of config.json.
 
-Unknown fields are refused, because they might change the model. Engines read more fields than transformers (vLLM: is_causal, layer_types);
-a field is ignored only if engines ignore it.
+Unknown fields are refused: they might change the model. A field is ignored only if engines ignore it, which read more fields than
+transformers (vLLM: is_causal, layer_types).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 POLICY_HEADS = ("ForCausalLM",)
-"""Class-name endings of architectures that generate text. Engines would load other architectures without generation."""
+"""Class-name endings of architectures that generate text. Engines would load others without generation."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),
@@ -125,8 +125,8 @@ def architecture(family: str, head: str) -> str:
 
 
 def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return RoPE settings with rope_type and rope_theta; ValueError if unsupported. transformers 5 writes rope_parameters, earlier
-    versions rope_theta and rope_scaling."""
+    """RoPE settings with rope_type and rope_theta; ValueError if unsupported. transformers 5 writes rope_parameters, earlier versions
+    rope_theta and rope_scaling."""
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     for name, given in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(given, Mapping):

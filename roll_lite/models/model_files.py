@@ -51,7 +51,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Locate a model's tensors from its safetensors headers. Raise ValueError for broken or missing files."""
+    """Locate a model's tensors from its safetensors headers; ValueError for broken or missing files."""
     index = folder / "model.safetensors.index.json"
     if kind_of(index) is None:
         if kind_of(folder / "model.safetensors") is None:
@@ -139,7 +139,7 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
-    """Return a message if the first 4 KiB of one of up to 500 tensors contain NaN or infinity."""
+    """Return a message if the first 4 KiB of a tensor contain NaN or infinity; reads up to 500 tensors."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
         content, (exponent, width) = tensor.beginning(), _EXPONENTS[tensor.dtype]
@@ -189,7 +189,7 @@ def _one_feed_forward(place: str, hidden: int, inner: int) -> dict[str, tuple[in
 
 
 def head_beside_tied_embeddings(folder: Path) -> str | None:
-    """Return a message if config.json ties the LM head to the embedding, but the files contain a different head."""
+    """Return a message if config.json ties the LM head to the embedding, but the files contain another head."""
     stored = stored_tensors(folder)
     head, embedding = stored.get(HEAD), stored.get(EMBEDDING)
     if head is None or embedding is None or head.equals(embedding):
@@ -229,7 +229,7 @@ def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
 
 
 def tokenizer_checksum(folder: Path) -> str:
-    """Return a checksum of the vocabulary in tokenizer.json, independent of formatting; without this file, of all tokenizer files."""
+    """Checksum of the vocabulary in tokenizer.json, independent of formatting; without this file, of all tokenizer files."""
     digest = hashlib.sha256()
     if (found := _vocabulary(folder)) is not None:
         digest.update(json.dumps(found, sort_keys=True).encode())
@@ -254,8 +254,8 @@ SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generatio
 
 
 def wrong_settings(folder: Path, vocab_size: int | None = None) -> str | None:
-    """Return a message if the EOS or padding token is outside the vocabulary. Without `vocab_size`, only read the files. ValueError if a
-    file is broken."""
+    """Return a message if the EOS or padding token is outside the vocabulary; without `vocab_size`, only read the files. ValueError for a
+    broken file."""
     for file in ("config.json", *SETTINGS_FILES):
         raw = read_object(folder / file) if kind_of(folder / file) is not None else {}
         for field in ("eos_token_id", "pad_token_id") if vocab_size is not None else ():

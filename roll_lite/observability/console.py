@@ -26,7 +26,7 @@ PROGRESS_EVERY_S = 10.0
 START_OF_LINE = "\r\x1b[2K"
 DOMAIN_WIDTH = 10
 SMALLEST_CHANGE = 0.05
-"""Changes of accuracy by less than this many percentage points are shown as 0."""
+"""Changes of accuracy below this many percentage points are shown as 0."""
 SHORT_PHASES = {
     "sync_weights": "sync",
     "generate": "gen",
@@ -61,7 +61,7 @@ class _LastingConsole(Console):
             self.on_broken_pipe()
 
     def show(self, line: str) -> None:
-        """Show a temporary line, in place of the one before."""
+        """Show a temporary line in place of the previous one."""
         self._shown = True
         self._write(f"{START_OF_LINE}{line}")
 
@@ -109,7 +109,7 @@ class RunConsole:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which `progress` may be called. Clears the progress line at the end."""
+        """Context for calls of `progress`; clears the progress line at the end."""
         self._last_progress = self._clock()
         try:
             yield
@@ -117,7 +117,7 @@ class RunConsole:
             self._console.take_back()
 
     def progress(self, label: str, domains: Mapping[str, tuple[int, int, int]]) -> None:
-        """Show the progress of a batch or validation: on a terminal in a temporary line, else in a line every 10 s. `domains`: {domain:
+        """Show the progress of a batch or validation: on a terminal in a temporary line, else a line every 10 s. `domains`: {domain:
         (generated, scored, wanted)}."""
         parts = [f"{name} {generated}/{wanted} ({scored} scored)" for name, (generated, scored, wanted) in domains.items()]
         line = f"{label}: {', '.join(parts)}"
@@ -142,7 +142,7 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show validation results in the columns of the step's line if it was the last line, else as sentences."""
+        """Show validation results in the columns of the step's line if that is the last one, else as sentences."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}
         if k is not None:
@@ -201,8 +201,8 @@ class RunConsole:
         self.message(f"± one standard error, by prompt; {_thousands(overall['tokens_per_second'])} tokens/s")
 
     def closing_line(self, steps: int | None, resumed_after: int, seconds: float, folder: Path) -> None:
-        """Show number of steps, time, and the run's folder. `steps`: None after an evaluation. `resumed_after`: step after which the run
-        was resumed, or 0."""
+        """Show number of steps (`steps`; None after an evaluation), time and folder. `resumed_after`: step after which the run was resumed,
+        or 0."""
         done = f"steps {resumed_after + 1} to {steps}" if resumed_after else f"{steps} step{'' if steps == 1 else 's'}"
         minutes, rest = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)

@@ -20,14 +20,14 @@ SMOOTHING_STEPS = 30
 """Number of steps above which a curve also shows its running mean."""
 
 FEW_POINTS = 4
-"""Curves with fewer points are drawn with dots, since a line through one point is invisible."""
+"""Curves with fewer points get dots, since a line through one point is invisible."""
 
 Records = Mapping[int, Mapping[str, float]]
 
 
 @contextmanager
 def drawing(path: Path, size: tuple[float, float], **pads: Any) -> Iterator[Any]:
-    """Yield a figure of `size` (inches). At the end of the block it is written to `path`, replaced atomically."""
+    """Yield a figure of `size` (inches); the block's end writes it to `path`, replaced atomically."""
     # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -39,7 +39,7 @@ def drawing(path: Path, size: tuple[float, float], **pads: Any) -> Iterator[Any]
 
 
 def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str, warnings: Sequence[str] = ()) -> Path | None:
-    """Draw curves into the file `path`, replaced atomically. Return None without metrics."""
+    """Draw curves into the file `path`, replaced atomically; None without metrics."""
     if not any(records.values()):
         return None
     with drawing(path, (14, 8), w_pad=0.1, h_pad=0.12) as figure:

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Number of consecutive steps that must show a problem before it is reported."""
+"""Consecutive steps that must show a problem before it is reported."""
 GROUPS = 12
-"""Minimum number of sample groups in the consecutive steps that show a problem, to report it for a single domain. In fewer groups, equal
-scores may be chance."""
+"""Minimum sample groups in these steps to report a problem of a single domain. In fewer groups, equal scores may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
-"""Fraction of the first step's entropy; below it, the entropy counts as collapsed."""
+"""Fraction of the first step's entropy below which the entropy counts as collapsed."""
 GRADIENT_GROWTH = 100.0
-"""Multiple of the earlier steps' median gradient norm; above it, the gradient counts as exploding."""
+"""Multiple of the earlier steps' median gradient norm above which the gradient counts as exploding."""
 GRADIENT_STEPS = 5
 REMEMBERED = 50
 
@@ -36,15 +35,14 @@ class Finding:
 class Sign:
     name: str
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """Function (metrics of a step, metrics of earlier steps) -> whether the step shows the problem. Earlier steps: the latest REMEMBERED,
-    and the first with an entropy."""
+    """Test of a step's metrics, given those of earlier steps: the latest REMEMBERED, and the first with an entropy."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
     in_a_row: int = IN_A_ROW
 
 
 class RunHealth:
-    """Finds signs of failing training (SIGNS) in the metrics. A sign is reported once; later steps that show it are counted."""
+    """Finds signs of failing training (SIGNS) in the metrics. A sign is reported once, then counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
         """`compares_groups`: warn if all groups have equal rewards (no gradient with GRPO). `domains`: if several, some signs are also

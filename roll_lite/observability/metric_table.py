@@ -26,7 +26,7 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "role/phase", "transport"] | None = None
     denominators: tuple[str, ...] = ()
-    """Metrics with the number of items, for a mean whose sum a loss function reports; the first reported one is used. Empty: each optimizer
+    """Metrics with the number of items, for a mean whose sum a loss function reports; the first reported one counts. Empty: each optimizer
     step is an item."""
     shown: bool = True
     """False for metrics that are only inputs of derived metrics."""
@@ -356,12 +356,12 @@ def _std(mean: float, square: float) -> float:
 
 
 def _ess(mean: float, square: float) -> float:
-    """Return the effective sample size as a share, (sum w)² / (n sum w²)."""
+    """Effective sample size as a share, (sum w)² / (n sum w²)."""
     return 0.0 if square == 0 else mean * mean / square
 
 
 def _explained_variance(return_mean: float, return_square: float, error_mean: float, error_square: float) -> float:
-    """Return 1 - Var(error) / Var(return); NaN if all returns are equal."""
+    """Compute 1 - Var(error) / Var(return); NaN if all returns are equal."""
     variance = return_square - return_mean**2
     return 1 - (error_square - error_mean**2) / variance if variance > 1e-12 * max(1.0, return_square) else math.nan
 
@@ -390,4 +390,3 @@ DERIVED: dict[str, Derived] = {
         _explained_variance,
     ),
 }
-"""Metrics computed from other metrics."""

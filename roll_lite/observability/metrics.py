@@ -12,7 +12,7 @@ AT = re.compile(r"@\d+$")
 
 
 def metric_of(name: str) -> Metric:
-    """Return the metric's declaration; `validation/pass@8` is declared as `validation/pass@k`."""
+    """Declaration of a metric; `validation/pass@8` is declared as `validation/pass@k`."""
     metric = METRICS.get(name) or METRICS.get(AT.sub("@k", name))
     if metric is None:
         raise ValueError(f"metric {name!r} is not declared in observability/metric_table.py{or_nearest(name, METRICS)}")
@@ -34,8 +34,8 @@ class MetricSums:
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
         """Add a value; for a mean, the sum over `count` items.
 
-        `label`: the value's domain, phase or role (see `Metric.by`); ALL_DOMAINS: a value over all domains. `part`: reward term or subset
-        of the domain's samples, a separate metric: the domain's own value needs another call.
+        `label`: the value's domain, phase or role (see `Metric.by`), or ALL_DOMAINS. `part`: reward term or subset of the domain's samples,
+        a separate metric: the domain's own value needs another call.
         """
         metric = metric_of(name)
         if label == ALL_DOMAINS and metric.by == "domain":
@@ -52,7 +52,7 @@ class MetricSums:
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
         """Add a loss function's sums for one optimizer step.
 
-        Key `<name>#<i>` is the sum over `domains[i]`, `<name>` over all domains. For a mean, `sums` also holds the number of items
+        Key `<name>#<i>` is the sum over `domains[i]`, `<name>` over all. For a mean, `sums` also holds the number of items
         (`Metric.denominators`); means over 0 items are skipped.
         """
         for key, value in sums.items():
@@ -79,13 +79,13 @@ class MetricSums:
             self.entries[series] = (math.nan if math.isnan(old[0]) or math.isnan(value) else pick(old[0], value), count)
 
     def merge(self, other: MetricSums) -> None:
-        """Add the metrics of another rank or a later step. Metrics whose reduction is LAST take the value of `other`."""
+        """Add the metrics of another rank or a later step; with reduction LAST, those of `other` win."""
         for series, (value, count) in other.entries.items():
             self._put(series, value, count)
 
     def values(self) -> dict[str, float]:
-        """Return {name in files and trackers: value}, with derived metrics. A mean over no items is left out. Names:
-        `domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or `<name>`."""
+        """Return {name in files and trackers: value}, with derived metrics, without means over no items. Names: `domain/<domain>/<name>`,
+        `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or `<name>`."""
         read: dict[Series, float] = {}
         for series, (value, count) in self.entries.items():
             if metric_of(series[0]).reduction is not Reduction.MEAN:

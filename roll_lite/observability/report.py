@@ -32,8 +32,8 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, BeforeAfter]
-"""{subset of the validation samples: its metrics}. Subsets: `overall`, a domain (`math`), or a domain's samples with one value of its
-`report_by` column (`math/level:5`)."""
+"""{subset of the validation samples: its metrics}. Subsets: `overall`, a domain (`math`), or its samples with one value of a `report_by`
+column (`math/level:5`)."""
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:
@@ -96,7 +96,7 @@ def write_summary(
 
 
 class LivePicture:
-    """Redraws the run's curves in a thread after changes, at most once every `every_s` seconds."""
+    """Redraws the run's curves in a thread after changes, at most every `every_s` seconds."""
 
     def __init__(self, draw: Callable[[], object], every_s: float = 30.0) -> None:
         self._draw = draw
@@ -124,7 +124,7 @@ class LivePicture:
 
 
 class LiveReport:
-    """Every `every` steps (0: never), starts a low-priority process that writes report.html, unless the last one still runs."""
+    """Starts a low-priority process that writes report.html every `every` steps (0: never), unless the last one still runs."""
 
     def __init__(self, folder: Path, every: int) -> None:
         self._folder = folder
@@ -138,7 +138,7 @@ class LiveReport:
             self._process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
     def close(self) -> None:
-        """End the process, since the run writes its last report itself."""
+        """End the process: the run writes its last report itself."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()

@@ -62,7 +62,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def experiment_folder(config: RunConfig) -> Path:
-    """Return the folder with the experiment's runs or, with `checkpoint.store`, with their checkpoints in the store."""
+    """Folder of the experiment's runs or, with `checkpoint.store`, of their checkpoints in the store."""
     store = config.checkpoint.store
     return (config.run_dir if store is None else remote_folder(store)) / config.experiment
 
@@ -72,7 +72,7 @@ def folder_of_checkpoints(config: RunConfig, run_folder: Path) -> Path:
 
 
 def continues_in_folder(config: RunConfig, run_folder: Path) -> bool:
-    """True if a resumed run writes to the folder of the run that it continues (`checkpoint.resume: auto`), not to a new one."""
+    """True if a resumed run writes to the folder of the run it continues (`checkpoint.resume: auto`), not to a new one."""
     source = config.checkpoint.source
     return source is not None and source.parent.parent.resolve() == folder_of_checkpoints(config, run_folder).resolve()
 
@@ -86,8 +86,8 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Remove what a run that resumes after `step` writes again: later steps, and validations from `step` on. `files`: JSON-lines files to
-    cut. `folders`: also remove files and folders of these steps."""
+    """Remove what a run resumed after `step` writes again: later steps, and validations from `step` on. `files`: JSON-lines files to cut.
+    `folders`: also remove files and folders of these steps."""
     for name in files:
         if not (folder / name).exists():
             continue
@@ -149,7 +149,7 @@ def checkpoint_setting(run_folder: Path, key: str) -> Any:
 
 
 def resumed_from(run_folder: Path) -> Path | None:
-    """Return the checkpoint or run from which a run resumed; None if it did not, or continued in its own folder."""
+    """Checkpoint or run from which a run resumed; None if it did not, or continued in its own folder."""
     if (resume := checkpoint_setting(run_folder, "resume")) == "auto":
         return None
     try:

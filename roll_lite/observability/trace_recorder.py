@@ -6,14 +6,14 @@ import torch
 
 
 class TraceRecorder:
-    """Profiler. Records CPU operations of the starting thread and of its backward passes, and all GPU kernels of the process. Failures are
-    returned, since they must not end a run."""
+    """Profiler of the starting thread's CPU operations and backward passes, and of all GPU kernels of the process. Failures are returned,
+    since they must not end a run."""
 
     _recording: torch.profiler.profile | None = None
 
     def trace(self, file: str | Path | None) -> str:
-        """Start recording or, with `file`, stop and write a Chrome trace. Return an error text, empty on success. A start discards an
-        unfinished recording."""
+        """Start recording or, with `file`, stop and write a Chrome trace. Return an error text, or "". A start discards an unfinished
+        recording."""
         recording, self._recording = self._recording, None
         try:
             if recording is not None:

@@ -27,7 +27,7 @@ from roll_lite.observability.timers import Span
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""File with the run's ids at tracking services. Checkpoints hold them too, so that a resumed run keeps its ids."""
+"""File with the run's ids at tracking services. Checkpoints hold them too, so that resumed runs keep them."""
 
 
 SAMPLE_COLUMNS = ("domain", "prompt", "response", "answer", "score", "correct", "outcome")
@@ -46,7 +46,7 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Base class of trackers. A user's tracker is called with a TrackedRun and with `args` of its YAML entry."""
+    """Base class of trackers. A user's tracker is called with a TrackedRun and the `args` of its YAML entry."""
 
     run_id: str | None = None
     """The service's id of this run, for resuming."""
@@ -55,7 +55,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a step. Later calls for the same step add further metrics."""
+        """Log metrics of a step. Later calls for the same step add metrics."""
 
     def repeat(self, step: int) -> None:  # noqa: B027
         """Forget metrics from `step` on: the run repeats these steps. Optional."""
@@ -145,14 +145,14 @@ class HistoryTracker(Tracker):
 
 
 class Trackers(Tracker):
-    """Several trackers as one. A tracker that fails is dropped, and the run continues; only a failure of `metrics.jsonl`, which is part of
-    the run's record, ends the run."""
+    """Several trackers as one. A failing tracker is dropped, and the run continues; only a failure of `metrics.jsonl`, part of the run's
+    record, ends the run."""
 
     def __init__(self, trackers: Sequence[Tracker], tell: Callable[[str], None] = lambda _: None) -> None:
         self._trackers = list(trackers)
         self._tell = tell
         self._without: set[tuple[Tracker, str]] = set()
-        """(tracker, kind of data) pairs that are skipped, because the tracker failed with this kind."""
+        """(tracker, kind of data) pairs to skip, because the tracker failed with this kind."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
@@ -182,8 +182,7 @@ class Trackers(Tracker):
         self._trackers.clear()
 
     def _each(self, call: Callable[[Tracker], None], extra: str = "") -> None:
-        """Call `call` for each tracker. A failing tracker is dropped or, with `extra` (an optional kind of data), gets no more data of this
-        kind."""
+        """Call `call` for each tracker. A failing one is dropped or, with `extra` (an optional kind of data), gets no more of this kind."""
         for tracker in list(self._trackers):
             if (tracker, extra) in self._without:
                 continue
@@ -209,7 +208,7 @@ class Trackers(Tracker):
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""Maximum parameters per MLflow call; of metrics, ten times as many are allowed."""
+"""Maximum parameters per MLflow call; ten times as many metrics are allowed."""
 MLFLOW_LONGEST = 500
 OTEL_QUEUE = 1 << 16
 """Maximum spans that wait to be sent; further ones are dropped."""
@@ -266,7 +265,7 @@ class MlflowTracker(Tracker):
 
         self._metric = Metric
         self._again = ""
-        """Suffix of sample files in a resumed run, which may repeat steps. MLflow would append to the earlier file."""
+        """Suffix of sample files in a resumed run, which may repeat steps: MLflow would append to the earlier file."""
         self._client = MlflowClient(tracking_uri)
         if run.id is not None:
             self.run_id = run.id
@@ -395,7 +394,7 @@ class OpenTelemetryTracker(Tracker):
 
 
 def some_samples(file: Path, domains: Sequence[str], per_domain: int) -> dict[str, list[dict[str, Any]]]:
-    """Return {domain: its first samples} from a file of samples/, with the keys SAMPLE_COLUMNS; empty if the file is missing."""
+    """First samples of each domain in a file of samples/, with the keys SAMPLE_COLUMNS; empty if the file is missing."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in domains}
     with suppress(OSError), file.open(encoding="utf-8") as lines:
         for line in lines:
@@ -465,7 +464,7 @@ def shown_settings(settings: Mapping[str, Any], environment: Mapping[str, str]) 
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, known: Mapping[str, str] | None = None) -> list[Tracker]:
-    """Return the run's trackers. `known`: {tracker: the resumed run's id at its service}, to continue under this id."""
+    """Build the run's trackers. `known`: {tracker: the resumed run's id at its service}, to continue under."""
     known = known or {}
     built: list[Tracker] = []
     for index, config in enumerate(configs):

@@ -22,7 +22,7 @@ class Architecture:
 
     def parameters(self, parallel: int = 1, expert_parallel: int = 1) -> int:
         """Count the parameters or, with tensor parallelism (`parallel`), those on one engine rank. Ranks that share a key/value head each
-        hold a copy of the head."""
+        hold a copy."""
         hf = self.hf
         cut = sum(self._attention(parallel) + self._feed_forward(layer, expert_parallel) for layer in range(hf.layers))
         embeddings = (1 if hf.tied_embeddings else 2) * hf.vocab_size * hf.hidden
@@ -31,8 +31,8 @@ class Architecture:
         return (cut + embeddings) // parallel + routers + norms
 
     def flops(self, length: float, backward: bool = False, recompute: str = "none") -> float:
-        """Count the FLOPs per token in a row of `length` tokens: of a forward pass or, with `backward`, also of the backward pass and of
-        Megatron's recomputation (`recompute`: none, selective, full)."""
+        """FLOPs per token in a row of `length` tokens: of a forward pass or, with `backward`, also of the backward pass and Megatron's
+        recomputation (`recompute`: none, selective, full)."""
         hf = self.hf
         layers, head = hf.token_flops(length / 2), 2 * hf.vocab_size * hf.hidden
         if not backward:
@@ -50,7 +50,7 @@ class Architecture:
         return hf.hidden * (2 * hf.heads * hf.head_dim + keys) + (hf.heads * hf.head_dim + keys if hf.qkv_bias else 0)
 
     def _feed_forward(self, layer: int, expert_parallel: int | None = None) -> int:
-        """Number of feed-forward parameters of a layer that a token uses or, with expert_parallel, that a rank holds."""
+        """Feed-forward parameters of a layer that a token uses or, with expert_parallel, that a rank holds."""
         hf = self.hf
         if not hf.experts or not hf.has_experts(layer):
             return 3 * hf.hidden * hf.feed_forward
@@ -60,8 +60,8 @@ class Architecture:
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
     """Read config.json in folder `named` (option --model), by default in `path`.
 
-    If there is no config.json, choose a public model from TABLE by the folder's name, which must begin with the model's name. If model.path
-    is not given, the configuration's name counts too. For another name of the hub, download config.json. ValueError if no model fits.
+    Without config.json, choose the public model from TABLE whose name begins the folder's name; if model.path is not given, the
+    configuration's name counts too. For another name of the hub, download config.json. ValueError if no model fits.
     """
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
@@ -84,7 +84,7 @@ def find(path: Path, configuration: str, named: str | None) -> Architecture:
 
 
 def of_scorer(path: Path) -> Architecture | None:
-    """Return the architecture of a reward model or judge; None if the model is neither local nor a known public one."""
+    """Architecture of a reward model or judge; None if it is neither local nor a known public one."""
     try:
         return find(path, "", None)
     except ValueError:

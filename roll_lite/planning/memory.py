@@ -46,7 +46,7 @@ class PhaseMemory:
     phase: Phase
     devices: tuple[int, ...]
     roles: Mapping[str, int]
-    """Bytes that each role needs on a device. Of offloaded roles loaded in turns, `total` counts only the largest."""
+    """Bytes that each role needs on a device. `total` counts only the largest of offloaded roles loaded in turns."""
     total: int
 
 
@@ -80,8 +80,8 @@ def _scorer_memory(role: RewardModelConfig | JudgeServerConfig, model: Architect
 
 
 def _stage_memory(config: RunConfig, model: Architecture, name: str, role: ForwardRoleConfig, stage: int, on_gpu: bool) -> RankMemory:
-    """Estimate a pipeline stage's memory by tracing its code. More than three equal layers are extrapolated from traces of two and three
-    layers, since memory grows linearly with layers."""
+    """Estimate a pipeline stage's memory by tracing its code. More than three equal layers are extrapolated from traces of two and three,
+    since memory grows linearly with layers."""
     strategy, passes = role.strategy, [one for one in derive(config).passes if one.role == name]
     counts = layers_per_chunk(strategy, model.hf.layers)[stage :: strategy.pipeline_parallel]
     alike = model.hf.experts is None or all(model.hf.experts.layers)
@@ -124,7 +124,7 @@ def rows(count: int, prompt: int, longest: int, columns: tuple[str, ...]) -> Dat
 
 
 def engine_memory(config: RunConfig, model: Architecture, device_bytes: float) -> RankMemory:
-    """Estimate an engine's memory: weights and activations. The KV cache gets the rest of the engine's GPU memory."""
+    """Estimate an engine's memory. The KV cache gets what weights and activations leave of its GPU memory."""
     role = config.actor_infer
     return _serving_memory(role.strategy, model, number_bytes(config), device_bytes / role.replicas_per_device)
 
@@ -142,8 +142,8 @@ def _serving_memory(strategy: EngineStrategyConfig, model: Architecture, size: i
 
 
 def send_buffer_bytes(config: RunConfig, model: Architecture) -> int:
-    """Estimate the maximum bytes of send buffers that a trainer rank keeps between weight updates: for buckets in flight, an experts' layer
-    that engines have only in part, and one tensor larger than a bucket."""
+    """Estimate the send buffers that a trainer rank keeps between weight updates, in bytes at most: for buckets in flight, an experts'
+    layer that engines have only in part, and one tensor larger than a bucket."""
     if not (generates(config) and trains(config)) or adapters_of_engines(config) is not None:
         return 0
     sizes = {name: prod(shape) * number_bytes(config) for name, shape in weight_shapes(model.hf).items()}
@@ -169,7 +169,7 @@ def cached_tokens(config: RunConfig, model: Architecture, memory: RankMemory) ->
 
 
 def by_phase(config: RunConfig, memory: Mapping[str, RankMemory]) -> list[PhaseMemory]:
-    """Return the device memory needed in each phase of a step. Devices that hold the same roles share an entry."""
+    """Device memory needed in each phase of a step. Devices with the same roles share an entry."""
     numbers = {name: device_numbers(role.devices) for name, role in roles(config).items() if name in memory}
     blocks: dict[tuple[str, ...], list[int]] = {}
     for device in sorted({one for own in numbers.values() for one in own}):

@@ -71,7 +71,7 @@ def _problems(config: RunConfig, phases: list[PhaseMemory], cached: int, device:
 
 
 def remedies(config: RunConfig, model: Architecture, device: Device, phases: list[PhaseMemory]) -> Iterator[str]:
-    """Yield a text per role: the first change of one setting with which everything fits, and the peak memory saved."""
+    """Yield per role the first change of one setting with which everything fits, and the peak memory saved."""
     before = max(one.total for one in phases)
     for name, role in roles(config).items():
         for setting, value in _changes(config, role, before, device):
@@ -131,7 +131,7 @@ def layout_problem(config: RunConfig, model: Architecture) -> str | None:
 
 
 def search(config: RunConfig, model: Architecture, device: Device, devices: int) -> list[Plan]:
-    """Try up to TRIED layouts on `devices` devices, fastest estimates first, until LISTED of them fit. Return the plans that fit."""
+    """Try up to TRIED layouts on `devices` devices, fastest estimates first, until LISTED fit; return their plans."""
     candidates: list[tuple[float, int, int, RunConfig]] = []
     for trainers in sorted({devices, devices // 2, devices // 4, 3 * devices // 4}):
         placed = list(_with_engines(_placed(config, trainers, devices), model, device)) if trainers else []
@@ -177,8 +177,8 @@ def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
 
 
 def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Iterator[RunConfig]:
-    """Yield the configuration with the engines' given tensor_parallel, and with the fastest other value. Values whose KV cache cannot hold
-    one sample of maximum length are left out."""
+    """Yield the configuration with the engines' given tensor_parallel, and with the fastest other one; neither if its KV cache cannot hold
+    a sample of maximum length."""
     seconds: dict[int, float] = {}
     given, engines = config.actor_infer.strategy.tensor_parallel, len(device_numbers(config.actor_infer.devices))
     for parallel in {1, 2, 4, 8, given}:
@@ -192,7 +192,7 @@ def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Ite
 
 
 def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
-    """Print the plan or, with --search, the layouts that fit. Return the exit code: 0 if all fits, 1 if not, 2 for an unusable argument."""
+    """Print the plan or, with --search, the layouts that fit. Exit code: 0 if all fits, 1 if not, 2 for an unusable argument."""
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # warns of experts in every traced layer
     try:
         model, device = find(config.model.path, configuration, parsed.model), DEVICES[parsed.device]
@@ -233,7 +233,6 @@ def _gib(count: float) -> str:
 
 
 def _tables(plan: Plan) -> tuple[str, str, str]:
-    """Return tables of memory by role, memory by phase, and time by phase."""
     parts = ("weights", "gradients", "optimizer", "training", "forward", "kv_cache", "send_buffers")
     by_role = [[name, *(_gib(getattr(one, part)) for part in parts)] for name, one in plan.memory.items()]
     memory = [

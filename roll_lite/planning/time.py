@@ -64,7 +64,7 @@ class StepTime:
 
     @property
     def estimate_s(self) -> float:
-        """Seconds of a step, estimated without simulation. If training waits for a whole batch, it also waits for one response of maximum
+        """Seconds of a step, estimated without simulation. Training that waits for a whole batch also waits for one response of maximum
         length."""
         generate = self.phases["generate"].seconds
         others = sum(one.seconds for one in self.phases.values()) - generate
@@ -162,6 +162,6 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured `rollout.supply`. Unless engines and trainer share devices, also simulate the other values."""
+    """Simulate the configured `rollout.supply` and, unless engines and trainer share devices, the other values."""
     supplies = [one for one in SUPPLIES if not scenario.takes_turns and one["supply"] != scenario.rollout.supply]
     return [simulate(one) for one in [scenario, *map(scenario.under, supplies)]]

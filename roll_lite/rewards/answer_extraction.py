@@ -31,7 +31,7 @@ def after_thinking(sample: RewardInput) -> str:
 
 
 def without_thinking(text: str, prompt: str = "") -> str:
-    """Return the text after the last </think>; empty if a <think>, perhaps at the end of `prompt`, is not closed."""
+    """Text after the last </think>; empty if a <think>, perhaps at the end of `prompt`, is not closed."""
     tags = list(THINKING.finditer(text))
     is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text
@@ -46,7 +46,7 @@ def complete(sample: RewardInput) -> str:
 
 
 def finished(sample: RewardInput) -> str:
-    """Return the response without thinking and, if cut at the token limit, without its last incomplete sentence, line or formula."""
+    """Drop thinking and, if the response was cut at the token limit, its last incomplete sentence, line or formula."""
     if not is_cut(sample):
         return after_thinking(sample)
     text = BOX_NAME.sub(r"\\boxed{", after_thinking(sample))
@@ -60,7 +60,7 @@ def last_tagged(response: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Return the contents of the last nonempty \boxed{} and of earlier ones that only commas, `and` or `or` join to it."""
+    r"""Contents of the last nonempty \boxed{} and of earlier ones joined to it only by commas, `and` or `or`."""
     found: list[str] = []
     before = len(text)
     for start, end in boxes(text):

@@ -1,7 +1,7 @@
 """Base class of reward types, and calls of reward functions.
 
-Samples whose scoring fails do not train. Therefore only the reference answer, a service or the machine may make scoring fail, and a bad
-response gets a low score: otherwise the policy could learn to have wrong responses left out.
+A sample whose scoring fails does not train. So only the reference answer, a service or the machine may make scoring fail, and a bad
+response scores low: otherwise the policy could learn to have wrong responses left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Scores = TypeVar("Scores")
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
 CANNED_RESPONSE = "The answer is 1."
-"""Response with which rewards and environments are tested before the engines start."""
+"""Response for tests of rewards and environments before the engines start."""
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
 """Exceptions of built-in rewards that the response may have caused."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
@@ -39,8 +39,8 @@ class RewardFailed(Exception):
 
 
 class ResponseSuspected(RewardFailed):
-    """Failure that the response may have caused. A harmless response is then scored: if that succeeds, the suspected response gets the
-    lowest score; otherwise the sample fails."""
+    """Failure that the response may have caused. If a harmless response can be scored, the suspected one gets the lowest score; otherwise
+    the sample fails."""
 
 
 class RewardType(Section):
@@ -48,7 +48,7 @@ class RewardType(Section):
 
     within_a_run: ClassVar[bool] = False
     reads_answer_first: ClassVar[bool] = False
-    """True if the reward parses the reference answer before the response: scoring an empty response then checks the reference."""
+    """True if the reward parses the reference answer first: scoring an empty response then checks the reference."""
     answers_are_responses: ClassVar[bool] = True
     """False if reference answers, such as instruction ids, cannot be scored as responses."""
     unshown: ClassVar[tuple[str, ...]] = ()
@@ -64,18 +64,18 @@ class RewardType(Section):
         """Do slow first-call work (imports, tables) before time limits apply."""
 
     def at_once(self) -> int | None:
-        """Maximum samples per call (None: unlimited). A call must finish within one sample's time limit."""
+        """Maximum samples per call (None: unlimited); a call must finish within one sample's time limit."""
         return None
 
     def describe(self) -> str:
         return ""
 
     def longest_s(self) -> dict[str, float]:
-        """Return a sample's wall-clock limits by argument."""
+        """Wall-clock limits of a sample, by argument."""
         return {}
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Yield problems with the configuration. `place`: YAML path of the reward; `timeout_s`: a sample's time limit."""
+        """Yield configuration problems. `place`: YAML path of the reward; `timeout_s`: a sample's time limit."""
         for argument, seconds in self.longest_s().items():
             if seconds >= timeout_s:
                 whole = f"the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
@@ -85,7 +85,7 @@ class RewardType(Section):
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Return the data columns that the reward reads, by the argument of the reward that names them."""
+        """Data columns that the reward reads, by the argument that names them."""
         return {}
 
     def response_for(self, answer: Any) -> str | None:
@@ -96,7 +96,7 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Write the answer in the form that `extract` requires. None if it is neither text nor number."""
+    """Write the answer as `extract` requires; None if it is neither text nor number."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # any entry of a list is correct
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
@@ -113,7 +113,7 @@ class RewardFunction:
         self._args = dict(args)
 
     def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
-        """Run `score` or `scores` of a sync function. No event loop is needed, because they never suspend."""
+        """Run `score` or `scores` of a sync function. They never suspend, so no event loop is needed."""
         try:
             scoring.send(None)
         except StopIteration as end:
@@ -134,7 +134,7 @@ class RewardFunction:
         return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score several samples in one call. Raise RewardFailed if the whole call fails; the samples must then be scored one by one."""
+        """Score several samples in one call. RewardFailed if the whole call fails; then score the samples one by one."""
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 
     async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
@@ -194,7 +194,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Convert a number, bool, Score or dict of its fields to a Score. RewardFailed for other types, infinity and NaN."""
+    """Convert a number, bool, Score or dict of its fields to a Score; RewardFailed for other types, infinity and NaN."""
     result, reward = _plain(result), f"reward {name}"
     given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
     if not isinstance(given, Mapping):

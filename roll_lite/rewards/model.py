@@ -53,8 +53,8 @@ class ModelReward(RewardType):
     """Name in the section `reward_models`."""
     template: Annotated[str, AfterValidator(lambda text: text if text == CHAT else checked_template(text))] = "{prompt}{response}"
     """Text that the model reads, or `chat`. {prompt} is the policy's input with its template applied, {question} the prompt as in the data,
-    {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a data column.
-    `chat` applies the reward model's chat template to `question` (user) and the response (assistant)."""
+    {response} the response without special tokens and thinking, {answer} the reference answer, any other name a data column. `chat` applies
+    the reward model's chat template to `question` (user) and the response (assistant)."""
     question: Annotated[str, AfterValidator(_is_text)] = QUESTION
     """User message for `template: chat`, with the placeholders of `template`.
 

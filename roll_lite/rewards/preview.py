@@ -76,7 +76,7 @@ class References:
     total: int
     unreadable: dict[int, str]
     read: int
-    """Number of reference answers tried; less than `total` if the time ran out."""
+    """Reference answers tried; fewer than `total` if time ran out."""
 
     def summary(self) -> str:
         of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"
@@ -139,10 +139,8 @@ def _tracked(items: Sequence[Item]) -> Iterable[Item]:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Choose (prompt, response, finish reason) to score.
-
-    If responses come from a file or all reference answers are checked, load the whole split; otherwise only `look.limit` prompts.
-    """
+    """Choose (prompt, response, finish reason) to score. If responses come from a file or all reference answers are checked, load the whole
+    split; otherwise only `look.limit` prompts."""
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
     if look.responses is not None:
@@ -212,7 +210,7 @@ def _chosen(place: str, given: Given, prompts: PromptSet, by_text: Mapping[str, 
 
 
 def read_references(config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None) -> References:
-    """Let the reward read the reference answers in random order, for at most `seconds`. Return those that it cannot read."""
+    """Let the reward read the reference answers, in random order and for at most `seconds`."""
     plain = config.model_copy(update={"terms": [], "format": None})
     read: dict[int, str | None] = {}
     with closing(RewardProcess(plain, path)) as reward:

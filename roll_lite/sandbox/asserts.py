@@ -1,4 +1,4 @@
-"""Run assert-style tests of an untrusted program (docs/code_reward.md). Tests run in their own process (`Tests`) and call the program's
+"""Run assert-style tests of an untrusted program (docs/code_reward.md). `Tests` runs them in their own process and calls the program's
 functions over a socket with plain values. The program's process (`serve`) sees only the arguments."""
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError,
 
 
 class _Aborted(BaseException):
-    """Abandons the running test; not caught by `except Exception`."""
+    """Abandoned test; `except Exception` does not catch it."""
 
 
 # ---------------------------------------------------------------- the tests' side
 
 
 class Remote:
-    """Proxy in the tests' process for one of the program's functions, classes or objects. `at`: its address in the program's process: a
-    function's or class's name, an object's number, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class
-    Solution."""
+    """Proxy in the tests' process of one of the program's functions, classes or objects. `at`: its address there: a function's or class's
+    name, an object's number, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class Solution."""
 
     def __init__(self, tests: Tests, at: str | int | list[Any]) -> None:
         self._tests, self._at, self._has_methods = tests, at, False
@@ -47,8 +46,8 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a proxy of the method if this is an object of LeetCode's class Solution. An attribute of a function or class aborts the
-        test, which runs again in the program's process. AttributeError for other objects."""
+        """Return a proxy of a method of LeetCode's class Solution. An attribute of a function or class aborts the test, which runs again in
+        the program's process. Other objects: AttributeError."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
@@ -182,7 +181,7 @@ def import_modules(statements: list[str]) -> None:
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Recreate the program's exception, as the first class of its MRO that exists in this process."""
+    """Recreate the program's exception as the first class of its MRO that exists here."""
     kind: type[Exception] = RuntimeError
     for name in map(str, answer["error"]):
         module, _, plain = name.rpartition(".")

@@ -15,10 +15,8 @@ REMOVAL_S = 2.0
 
 
 class Group:
-    """Control group (cgroup v2) of a sandbox, which counts and limits the resources of a program's processes.
-
-    Its files are opened early: the isolated sandbox cannot reach them.
-    """
+    """Control group (cgroup v2) that counts and limits the resources of a sandbox's program. Its files are opened early: the isolated
+    sandbox cannot reach them."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -67,7 +65,7 @@ class Group:
 
 
 def die_first() -> None:
-    """Make this process the first that the kernel kills when memory runs out."""
+    """Make the kernel kill this process first when memory runs out."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 

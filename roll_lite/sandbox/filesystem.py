@@ -1,5 +1,5 @@
 """File system of a sandboxed program: interpreter and system libraries, read-only, and an empty folder to write to. Without a mount
-namespace, its size is measured from outside."""
+namespace, the folder's size is measured from outside."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PACKAGES = ("site-packages", "dist-packages")
 """Folders hidden from programs, because a package may contain a data set with answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Allowed devices. Not /dev/zero: shared memory mapped from it is charged to no process."""
+"""Allowed devices, without /dev/zero: shared memory mapped from it is charged to no process."""
 CLAIM_S = 60.0
 DEEPEST = 256
 BLOCK = 512
@@ -71,7 +71,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (paths in which nothing is hidden, folders with hidden paths, which may only be listed)."""
+    """Split a path into (paths in which nothing is hidden, folders with hidden paths, which may only be listed)."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -138,7 +138,7 @@ def _make_target(target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """Return True if the folder is within the limits. Files that the program removes meanwhile are skipped."""
+    """True if the folder is within the limits. Files removed meanwhile are skipped."""
     taken = seen = 0
     waiting, root = collections.deque([folder]), os.path.realpath(folder)  # breadth-first, to count many names early
     if most_bytes < 0:
@@ -202,7 +202,7 @@ def claim(folder: str) -> int:
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Yield this user's folders that are not in use, except those younger than CLAIM_S, which may be claimed soon."""
+    """Yield this user's unused folders, except those younger than CLAIM_S, which may still be claimed."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

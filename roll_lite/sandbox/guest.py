@@ -1,5 +1,4 @@
-"""Run a job inside a remote sandbox: read `job.json`, write `outcome.json`. This needs only the standard library of Python 3.10 or
-later."""
+"""Run a job inside a remote sandbox: read `job.json`, write `outcome.json`. Needs only the standard library of Python 3.10 or later."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Guards for tests that run in the program's process, where it could forge its verdict (docs/code_reward.md). They stop objects that equal
-everything, and operators that see the expected value (`Area(3) - 28.274`), but not programs that read the interpreter's frames or
-memory."""
+everything, and operators that see the expected value (`Area(3) - 28.274`), but not programs that read the interpreter's frames or memory.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RAISING = {"raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Return the names that tests may replace on purpose: attributes that they assign, and all string constants (for `setattr`)."""
+    """Names that tests may replace on purpose: attributes that they assign, and all string constants (for `setattr`)."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
@@ -205,7 +205,7 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards around operator methods of the program's classes, while a test runs. Otherwise an object that equals everything would pass
+    """Guards around operator methods of the program's classes during a test. Without them, an object that equals everything would pass
     `assert f(x) == 5`."""
 
     tests: Any = None
@@ -228,8 +228,7 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Disable the guards. Return the names replaced during the test: operator methods, and functions that we added, such as
-        `__compare__`."""
+        """Disable the guards. Return the names replaced during the test: operator methods, and our own functions, such as `__compare__`."""
         taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
         for kind, name, original in self._silent:
@@ -238,7 +237,7 @@ class Operators:
 
 
 def guard_value(value: Any) -> Any:
-    """Guard the operators of a value's class and of its items' classes. Return the value."""
+    """Guard the operators of the classes of a value and its items. Return the value."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
@@ -340,7 +339,7 @@ OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
-    """Return True if the program may have made this class."""
+    """True if the program may have made the class."""
     if id(kind) in LOADED.classes:
         return False
     return not any(type(one) is types.FunctionType and one.__globals__ is Operators.tests for one in HELD_BY(kind).values())
@@ -351,7 +350,7 @@ def _is_programs(known: dict[str, Any]) -> bool:
 
 
 def _has_own_comparison(value: Any, depth: int = 0) -> bool:
-    """True if comparing the value or its items would call an operator of the program. These operators are guarded."""
+    """True if comparing the value or its items would call an operator of the program, which this guards."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return True in [_has_own_comparison(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ()))]
     own = [kind for kind in MRO(type(value)) if _is_own(kind)]

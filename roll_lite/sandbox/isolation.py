@@ -18,7 +18,8 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""Base of sandboxes' user ids. A sandbox adds its process id, so that its processes can be counted and signalled separately."""
+"""Base of sandboxes' user ids. Adding its process id gives a sandbox its own user, whose processes can be counted and signalled separately.
+"""
 SHARED_BYTES = 16 << 20
 ROOM = 2
 """Ratio of address space to memory limit: programs reserve more than they use."""
@@ -49,7 +50,8 @@ TRIAL = {
 class Isolation:
     """Protections of this process.
 
-    `held`: {protection (files, network, ...): mechanism that provides it}. `why_not`: reasons why stronger mechanisms do not work here."""
+    `held`: {protection (files, network, ...): mechanism that provides it}. `why_not`: why stronger mechanisms do not work here.
+    """
 
     kind: str
     held: dict[str, str]
@@ -100,8 +102,7 @@ def _try_namespaces(readable: Sequence[str]) -> None:
 
 
 def _trouble_with(change: Callable[[], None]) -> str:
-    """Return why a change to this process would fail; empty if it would work. A child process tries the change, because a process cannot
-    undo it."""
+    """Return why a change to this process would fail; empty if it works. A child process tries it, because a process cannot undo it."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -150,7 +151,7 @@ def _namespaces(readable: Sequence[str]) -> Isolation:
 
 
 def _is_root_of_machine() -> bool:
-    """Return True for root of the machine, to whom RLIMIT_NPROC does not apply; False for root in a user namespace."""
+    """True for root of the machine, whom RLIMIT_NPROC does not limit; False for root in a user namespace."""
     with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
@@ -227,10 +228,8 @@ def isolate_program(isolation: Isolation, folder: str, limits: Mapping[str, Any]
 
 @functools.cache
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return (readable paths, folders that may only be listed).
-
-    The latter contain hidden paths: landlock cannot hide anything below a readable folder.
-    """
+    """Return (readable paths, folders that may only be listed). The latter contain hidden paths: landlock cannot hide anything below a
+    readable folder."""
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
         if os.path.exists(path):  # noqa: PTH110
@@ -260,7 +259,7 @@ def _own_namespaces(isolation: Isolation, limits: Mapping[str, Any]) -> None:
 
 
 def _threads_of(user: int) -> int:
-    """Count a user's threads on this machine: RLIMIT_NPROC counts them all, outside a user namespace."""
+    """Count a user's threads on this machine: outside a user namespace, RLIMIT_NPROC counts them all."""
     total = 0
     for name in os.listdir("/proc"):  # noqa: PTH208
         if not name.isdigit():

@@ -1,5 +1,4 @@
-"""Record of the modules and classes before an untrusted program runs, to undo its changes to them and tell its classes from trusted
-ones."""
+"""Record of modules and classes before an untrusted program runs, to undo its changes and to tell its classes from trusted ones."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ BUILTINS = dict(vars(builtins))
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
 DERIVED = OF_CLASS["__subclasses__"]
-"""Function that lists the subclasses of a class. A metaclass cannot override it, nor MRO, HELD_BY and FLAGS."""
+"""List the subclasses of a class. A metaclass cannot override this, nor MRO, HELD_BY and FLAGS."""
 MADE_IN_PYTHON = 1 << 9
 CONSTANT = (int, float, complex, str, bytes)
 

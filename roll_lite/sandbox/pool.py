@@ -33,13 +33,13 @@ START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
 START_ATTEMPTS = 3
-"""Attempts to start a sandbox: a loaded machine may be slow, or lack namespaces until the kernel has removed old ones."""
+"""Attempts to start a sandbox: a loaded machine may be slow, or lack namespaces until the kernel removes old ones."""
 
 logger = logging.getLogger(__name__)
 
 
 class SandboxTrouble(Exception):
-    """Failure to run a program. `suspected`: the program may have caused it."""
+    """Failure to run a program. `suspected`: the program may be the cause."""
 
     def __init__(self, cause: str, suspected: bool = False) -> None:
         super().__init__(cause)
@@ -47,7 +47,7 @@ class SandboxTrouble(Exception):
 
 
 class SandboxDied(SandboxTrouble):
-    """Error: the sandbox died or stopped answering while it ran a program. A retry shows whether the program is the cause."""
+    """Error: the sandbox died or stopped answering. A retry shows whether the program is the cause."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Limits:
     cpu_s: float = 5.0
     wall_s: float = 15.0
     memory_mb: int = 512
-    """Memory of all processes; each may reserve twice as much address space."""
+    """Memory of all processes, each of which may reserve twice as much address space."""
     output_kb: int = 1024
     file_mb: int = 16
     folder_mb: int = 64
     processes: int = 64
     """Processes and threads besides the first."""
     open_files: int = 64
-    """Maximum open files of each process. Low, because socket buffers are charged to no process."""
+    """Maximum open files per process. Low, because socket buffers are charged to no process."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Protections:
     held: dict[str, str]
     why_not: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
-    """Resources that a control group counts exactly; other resources are sampled about twenty times a second."""
+    """Resources that a control group counts exactly; others are sampled about twenty times a second."""
 
     @property
     def missing(self) -> list[str]:
@@ -295,7 +295,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start the sandbox unless it runs. Raise SandboxTrouble if it does not start, or lacks a protection it had before."""
+        """Start the sandbox unless it runs. SandboxTrouble if it does not start, or lacks a protection it had before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -345,7 +345,7 @@ class SandboxPool:
         self._allow_unprotected = allow_unprotected
 
     def start(self) -> Protections:
-        """Start all sandboxes. Raise ValueError if required protections are missing, unless `allow_unprotected`."""
+        """Start all sandboxes. ValueError if required protections are missing, unless `allow_unprotected`."""
         try:
             protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
             protections.refuse_missing(self._allow_unprotected)
@@ -388,8 +388,8 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start a job and return the sandbox to wait for; the end of its program ends the job. A Pair (a program, and tests that talk to it
-        over a socket) runs in two sandboxes; wait for the one of the tests."""
+        """Start a job and return the sandbox to wait for. A Pair (a program, and tests that talk to it over a socket) runs in two
+        sandboxes, and ends with its tests."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox

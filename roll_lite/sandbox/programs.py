@@ -71,7 +71,7 @@ def run_program(order: dict[str, Any]) -> None:
 
 
 def _end(printed: TextIO, status: int) -> NoReturn:
-    """End the process as an interpreter does: join threads, run exit functions, flush, finalize objects, flush again."""
+    """End the process like an interpreter: join threads, run exit functions, flush, finalize objects, flush again."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
@@ -104,7 +104,7 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Replacement of `resource.setrlimit` that ignores refused attempts to raise limits, as contest programs often make."""
+    """Replace `resource.setrlimit`: ignore refused attempts to raise limits, as contest programs often make."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:
@@ -139,14 +139,14 @@ def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _calls(order: dict[str, Any]) -> None:
-    """Call one function several times, each in a child process: calls do not affect each other."""
+    """Call one function several times, each in a child process, so that calls do not affect each other."""
     names = _module(order, FROM_PROGRAM)
     for arguments, named in decode(order["calls"]):
         _print(RESULT, _call_in_child(names, order, arguments, named))
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Call the function in a child process. Return {"line": JSON of value or error}, {"stopped": exceeded limit} or {"error": text}."""
+    """Return {"line": JSON of value or error}, {"stopped": exceeded limit} or {"error": text}."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -187,8 +187,8 @@ def _print(file: int, data: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Run the program, then answer the calls of the tests. Modules that either imports are loaded first: afterwards, the program could
-    replace them."""
+    """Run the program, then answer the tests' calls. Modules that either imports are loaded first: afterwards, the program could replace
+    them."""
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order["imports"])
     imports: list[str] = []

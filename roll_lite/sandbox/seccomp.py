@@ -172,7 +172,7 @@ STREAM, PACKETS_IN_ORDER = 1, 5
 NEW_NAMESPACES = 0x7E020000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""Mark of calls of the x32 ABI, a second way to make system calls on x86_64."""
+"""Bit that marks calls of the x32 ABI, a second way to make system calls on x86_64."""
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ARGUMENTS = 16
@@ -180,10 +180,11 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
-    """Return the filter for `install_filter`. Raise OSError on machines other than x86_64 and aarch64.
+    """Build the filter for `install_filter`. OSError on machines other than x86_64 and aarch64.
 
     `own_pid`: process id of a program without namespaces, which may not act on other processes or change file attributes. `signals_stay`:
-    Landlock or a separate user confines signals, so the filter does not."""
+    Landlock or a separate user confines signals, so the filter does not.
+    """
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -217,8 +218,8 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
 
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """BPF instructions (code, jump if true, jump if false, operand) that refuse a system call unless one of `tests` jumps past the refusal.
-    `argument`: index of the tested argument."""
+    """BPF instructions (code, jump if true, jump if false, operand) that refuse a system call unless one of `tests` on its `argument` jumps
+    past the refusal."""
     block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, REFUSE | errno.EPERM), (LOAD, 0, 0, 0)]
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 

@@ -27,7 +27,7 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU seconds at the last sample, by (pid, start time): the only record of a child that its parent never waits for."""
+        """CPU seconds at the last sample, by (pid, start time): the only record of a child whose parent never waits for it."""
         self._unseen_s = 0.0
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
@@ -35,7 +35,7 @@ class Usage:
             """Resident pages of this interpreter, which forked programs share."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """{(pid, start time): number of memory mappings}. Each sample counts the mappings of one random process."""
+        """{(pid, start time): number of memory mappings}. Each sample counts those of one random process."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
@@ -52,8 +52,7 @@ class Usage:
         self._looked = time.monotonic()
 
     def exceeded_limit(self, first: int, members: Sequence[int]) -> str:
-        """Return the name of an exceeded limit, or "". `members`: pids of all processes of the program. `first`: pid of its first
-        process."""
+        """Name of an exceeded limit, or "". `members`: pids of the program's processes; `first`: pid of its first process."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now
@@ -96,7 +95,7 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """Return True if the program's folder exceeds a limit. With namespaces always False: the kernel enforces the limits.
+        """Return True if the program's folder exceeds a limit; always False with namespaces, where the kernel enforces the limits.
 
         The folder is measured only if free disk space has changed by more than a quarter of the limit, even if it rose: deletions by others
         can hide what the program writes.
@@ -110,7 +109,7 @@ class Usage:
         return fits(self._folder, self._limits["folder_bytes"] - deleted, self._limits["folder_files"])
 
     def _open_files(self, members: Iterable[int]) -> tuple[int, int]:
-        """Return (bytes of deleted files still open or mapped, number of sockets)."""
+        """Bytes of deleted files still open or mapped, and number of sockets."""
         device, found, inside = os.stat(self._folder).st_dev, dict[int, int](), f"{self._folder}/".encode()  # noqa: PTH116
         sockets = set[int]()
         for process in members:
@@ -143,7 +142,7 @@ class Usage:
         return seen + self._unseen_s if self._group is None else max(seen, self._group.cpu_s())
 
     def _in_sockets(self) -> int:
-        """Upper bound of the program's socket buffers, which the kernel charges to no process. 0 without namespaces, as other programs'
+        """Upper bound of the program's socket buffers, which the kernel charges to no process. 0 without namespaces, where other programs'
         would count."""
         if not self._namespaces:
             return 0
@@ -170,7 +169,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Return the path, relative to /proc/PID, of a living thread if the main thread has ended (/proc/PID then shows no memory); else ""."""
+    """Path, relative to /proc/PID, of a living thread if the main thread has ended (/proc/PID then shows no memory); else ""."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):

@@ -27,12 +27,12 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: [value.utcoffset(None)],
 }
-"""{standard-library type that counts as plain data: function that returns the constructor arguments of a value}."""
+"""{standard-library type that counts as plain data: function from a value to constructor arguments}."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 FIRST_ARGUMENT_TYPE = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""{type name: required type of the first argument}. A number as first argument could make a huge object."""
+"""{type name: required type of the first argument}: a number could make a huge object."""
 ARGUMENT_TYPE: dict[str, Any] = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""{type name: required type of all arguments}. Other types are refused, because decoding could compute Fraction("1e99999999")."""
+"""{type name: required type of all arguments}: others are refused, because decoding could compute Fraction("1e99999999")."""
 LONGEST_NUMBER = 10_000
 SAME_HASH = 100
 """Maximum items with the same hash in a decoded set or dict, against hash flooding."""
@@ -50,7 +50,7 @@ PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""{type: function that copies a value of a subclass as plain data, without calling the subclass's overrides}."""
+"""{type: copies a value of a subclass as plain data, without calling the subclass's overrides}."""
 MOST_ITEMS = 100_000
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,
@@ -106,8 +106,8 @@ def plain_copy(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Decode what `encode` has encoded. Raise ValueError for other data. `find` resolves references made by `refer`; without it, iterators,
-    dict views and numpy arrays become lists."""
+    """Decode data made by `encode`; ValueError for other data. `find` resolves references made by `refer`; without it, iterators, dict
+    views and numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]
     if not isinstance(data, dict):

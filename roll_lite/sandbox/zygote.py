@@ -1,7 +1,7 @@
 """Isolated, preloaded Python interpreter ("zygote"). It forks a process for each program, watches it, and kills it with all its children.
 
-A request contains the limits as JSON, and open files: the order (see programs.py) and the program's file descriptors 0 to 4. Only the
-forked process reads these files: later programs could read the zygote's memory.
+A request holds the limits as JSON, and open files: the order (see programs.py) and the program's file descriptors 0 to 4. Only the forked
+process reads these files: later programs could read the zygote's memory.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds until the first usage sample, and mean seconds between later ones.
-
-Intervals are random, so that programs cannot hide between samples.
-"""
+"""Seconds until the first usage sample, and mean seconds between later ones: at random, so that programs cannot hide between samples."""
 DISK_LOOK_S = 0.002
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
@@ -239,7 +236,7 @@ class Zygote:
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, pid: int) -> list[tuple[int, int]] | None:
-        """Wait for events. Return None if the program's folder is full."""
+        """Wait for events; None if the program's folder is full."""
         until, step = time.monotonic() + pause, pause if self._namespaces else DISK_LOOK_S
         while not (events := poller.poll(step * 1000)) and time.monotonic() < until:
             if self._usage.folder_is_full(lambda: self._members(pid)):
@@ -254,7 +251,7 @@ class Zygote:
 
 
 def descendants() -> list[int]:
-    """Return the descendants of this process. Orphans are included, because a subreaper inherits them."""
+    """Descendants of this process, orphans included: a subreaper inherits them."""
     found = _children(os.getpid())
     for process in found:
         found.extend(child for child in _children(process) if child not in found)
@@ -262,7 +259,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the children of all threads of a process: a child belongs to the thread that forked it."""
+    """Children of all threads of a process: a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208

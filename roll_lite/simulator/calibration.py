@@ -139,8 +139,7 @@ def passes(lengths: Sequence[int], slots: int) -> int:
 
 
 def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit `seconds` of steps as passes * pass_s + tokens * request_s; return (pass_s, request_s), neither negative. `rows`: (passes,
-    tokens) by step."""
+    """Fit `seconds` of steps as passes * pass_s + tokens * request_s; neither rate is negative. `rows`: (passes, tokens) by step."""
     work, time = np.array(rows, dtype=float), np.array(seconds)
     if len(rows) > 1:
         (pass_s, request_s), _, rank, _ = np.linalg.lstsq(work, time, rcond=1e-6)
@@ -150,7 +149,7 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Measure the trainer: tokens per second and device outside generation and weight updates, the fraction of this time for log-probs, and
+    """Measure the trainer: tokens per second and device outside generation and weight updates, the share of log-probs in this time, and
     seconds of a weight update."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ASK_OUTSIDE = 100
-"""Rounds of the event loop between polls of sockets and threads. A poll in every round would be slow."""
+"""Rounds of the event loop between polls of sockets and threads: a poll in every round would be slow."""
 
 
 class _JumpingSelector(selectors.SelectSelector):

@@ -33,8 +33,7 @@ TAKES_TURNS = (
 
 
 def answer(config: RunConfig, asked: argparse.Namespace) -> int:
-    """Simulate the configuration (and alternatives, if `compare`) and print the results. Return the exit code: 0, or 2 for an unusable
-    argument."""
+    """Simulate the configuration (and alternatives, if `compare`) and print the results. Exit code: 0, or 2 for an unusable argument."""
     try:
         if asked.picture is not None:
             refuse_unwritable(asked.picture)
@@ -85,7 +84,7 @@ def refuse_unwritable(picture: Path) -> None:
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
     """Yield scenarios with half, the same and twice the number of engines, each with all supply policies (only `sync` if engines and
-    trainer take turns). `oversample` is kept only with `supply: sync`."""
+    trainer take turns)."""
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
             yield replace(chosen, engines=count).under(settings)

@@ -19,7 +19,7 @@ TOKEN_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class EngineRates:
-    """Durations of engine work. A forward pass adds one token to each running request."""
+    """Durations of engine work; a forward pass adds one token to each running request."""
 
     pass_s: float
     """Fixed cost of a forward pass (reading the weights)."""
@@ -36,14 +36,14 @@ class EngineRates:
         return tokens * pace + running * self.cached_token_s * tokens * tokens / 2
 
     def tokens(self, seconds: float, running: int, cached: float) -> float:
-        """Return the tokens that each running request decodes in `seconds`."""
+        """Tokens that each running request decodes in `seconds`."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         growth = running * self.cached_token_s
         return 2 * seconds / (pace + math.sqrt(pace * pace + 2 * growth * seconds))
 
     def work(self, prompt: int, tokens: int, slots: int, prefilled: int) -> float:
-        """Return the engine time of one response of `tokens` tokens if `slots` requests always run: 1/`slots` of each pass's fixed cost,
-        the response's own computation and cache reads, and the prefill of `prefilled` tokens."""
+        """Engine time of one response of `tokens` tokens if `slots` requests always run: 1/`slots` of each pass's fixed cost, its own
+        computation and cache reads, and the prefill of `prefilled` tokens."""
         decode = tokens * (self.pass_s / slots + self.request_s) + self.cached_token_s * (prompt * tokens + tokens * tokens / 2)
         return decode + prefilled * self.prefill_token_s
 
@@ -71,7 +71,7 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Request in an engine. Running requests decode at the same pace and share a counter: a request has generated
+    """Request in an engine. Running requests decode at the same pace and share a counter: each has generated
     `SimulatedEngine._decoded_per_request - decoded_at_start` tokens."""
 
     asked: Asked
@@ -122,9 +122,9 @@ class SimulatedEngine:
         self._slots = list(range(limits.slots))
         self._admitted = 0
         self._prefixes: Counter[str] = Counter()
-        """Number of running requests by the prompt that they share. Only the first request of a prompt prefills it."""
+        """Number of running requests by shared prompt. Only a prompt's first request prefills it."""
         self._decoded_per_request = 0.0
-        """Tokens decoded by a request that has run since the engine last had no running request."""
+        """Tokens decoded by a request that has run since the engine was last idle."""
         self._cached = 0.0
         self._prefill_s = 0.0
         self._settled = self._loop.time()
@@ -275,7 +275,7 @@ class SimulatedEngine:
                 self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
-        """Add a request's prefill time. Return the number of cached prompt tokens, which take no time."""
+        """Add a request's prefill time; return the number of cached prompt tokens, which take none."""
         held = run.prompt - run.asked.request.resumed_tokens - 1 if self._prefixes[run.prefix] > 0 else 0
         self._prefixes[run.prefix] += 1
         tokens = run.prompt + self._tokens(run) - held

@@ -23,7 +23,7 @@ COLUMNS = 1400
 def draw_engines(
     path: Path, outcomes: Sequence[SimulatedRun], titles: Sequence[str], by: str = "version", until: float | None = None
 ) -> None:
-    """Draw one panel per simulated run on a common time axis. `by`: meaning of colours, "version" (of weights) or "domain". `until`: end of
+    """Draw one panel per simulated run on a common time axis. `by`: what colours show, "version" (of weights) or "domain". `until`: end of
     the axis in seconds."""
     end = until or max(outcome.steps[-1].end for outcome in outcomes)
     rows = [_rows(outcome) for outcome in outcomes]

@@ -68,7 +68,7 @@ class Scenario:
     offload_s: float | None = None
     """Time to offload and load engines between batches; None: they stay loaded."""
     deterministic: bool = False
-    """True if a request's id determines its engine, and requests start together once every unfinished sample waits (in waves)."""
+    """True if a request's id determines its engine, and requests start in waves, once every unfinished sample waits."""
 
     @property
     def takes_turns(self) -> bool:
@@ -77,8 +77,8 @@ class Scenario:
 
     @property
     def mean_slots(self) -> int:
-        """Mean number of requests for which an engine has slots and KV cache. Responses are assumed half done; longer ones weigh more, as
-        they run longer."""
+        """Mean number of requests for which an engine has slots and KV cache. Responses count as half done, and longer ones more, as they
+        run longer."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots

@@ -66,7 +66,7 @@ class SimulatedRun:
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Time, summed over domains, in which prompts for later batches did not start, because a batch or more of samples waited for scores."""
+    """Seconds, summed over domains, without starts for later batches, because a batch or more of samples waited for scores."""
     early: int = 0
     exhausted: bool = False
 
@@ -213,8 +213,8 @@ class _Simulation:
         self.record(result, ready - asked, self.clock() - ready)
 
     async def pass_early(self) -> None:
-        """Simulate pipeline/early_passes.py, which computes log-probs of finished groups during generation, one pass at a time, over groups
-        that will be in the batch."""
+        """Simulate pipeline/early_passes.py: log-probs of finished groups that will be in the batch, computed during generation, one pass
+        at a time."""
         least = least_early(self.scenario.rollout.prompts_per_step)
         while self.scenario.rollout.stream_log_probs:
             groups = [group for group in self.service.finished() if group.group not in self.early]

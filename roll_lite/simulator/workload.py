@@ -1,5 +1,4 @@
-"""Simulated prompts, response lengths and scores. They depend only on a hash of the sample's id, and are therefore the same in all
-scenarios."""
+"""Simulated prompts, response lengths and scores. They depend only on a hash of the sample's id: all scenarios have the same."""
 
 from __future__ import annotations
 
@@ -69,14 +68,11 @@ class DomainModel:
     reward_workers: int | None = None
     """Responses scored at a time; None: no limit."""
     all_right: float = 0.0
-    """Fraction of prompts that are always solved."""
     all_wrong: float = 0.0
-    """Fraction of prompts that are never solved. Other prompts have success probabilities uniform in 0 to 1."""
     turns: Distribution | None = None
     max_turns: int = 1
     environment_s: Distribution | None = None
     environment_tokens: int = 0
-    """Tokens that the environment adds between two responses."""
     greedy_baseline: bool = False
     prompts: int = 10_000
     epochs: int | None = None

@@ -47,8 +47,7 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Return problems that checks of single sections cannot find. `further`: additional checks. `files`: if False, do not check files and
-    GPUs."""
+    """Return problems that checks of single sections cannot find. `further`: additional checks. `files`: False skips files and GPUs."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
@@ -238,7 +237,7 @@ def _decay(config: RunConfig, name: str, role: Role) -> Mistakes:
 
 
 def simulated_domains(config: RunConfig) -> Mistakes:
-    """Report unknown names in `simulation.domains` that resemble a domain of the run. Other unknown names may belong to removed domains."""
+    """Report unknown names in `simulation.domains` that resemble a domain of the run; others may belong to removed domains."""
     for name in config.simulation.domains.keys() - config.domains.keys():
         if close_names(name, config.domains.keys() - config.simulation.domains.keys()):
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"

@@ -15,7 +15,7 @@ from roll_lite.config.schema.run import RunConfig
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg", "gigpo")
 REWARDS_TURNS = ("gae", "reinforce", "reinforce_plus_plus", "gigpo", "custom")
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
-"""Sampling settings that can exclude tokens, with the value that excludes none."""
+"""{sampling setting that can exclude tokens: value that excludes none}."""
 
 
 def compares_groups(config: RunConfig) -> bool:
@@ -65,7 +65,7 @@ def _turn_rewards(config: RunConfig) -> Mistakes:
 
 
 def _full_kl(config: RunConfig) -> Mistakes:
-    """Check that the object store has room for KL estimator `full`: log-probs of the whole vocabulary per token."""
+    """Check that the object store has room for the log-probs of the whole vocabulary per token that KL estimator `full` needs."""
     full = [name for name, term in kl_terms(config).items() if term.estimator == "full"]
     shape = known_shape(config.model.path)
     if not full or shape is None:

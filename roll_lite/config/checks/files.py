@@ -51,8 +51,7 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 
 
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
-    """Return the fault of a model's safetensors, or None. `head`: name of the output layer's tensor. `hf` None: only check that a value
-    head exists."""
+    """Fault of a model's safetensors, or None. `head`: the output layer's tensor. `hf` None: only check that a value head exists."""
     if lacks_weights(folder):  # checked after the download
         return None
     stored = stored_tensors(folder)

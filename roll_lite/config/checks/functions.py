@@ -25,10 +25,9 @@ def check_function(
     given: Collection[str] = (),
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
-    """Check that `name`, the value of setting `path`.`key`, is the dotted path of a function that accepts the arguments the run will pass.
-
-    `inputs`: positional arguments, in words for messages. `arguments`: keyword arguments from the YAML; None: do not check arguments.
-    `given`: names of keyword arguments that the run adds. `or_class`: a class is allowed too; its arguments are not checked."""
+    """Check that `name`, the value of setting `path`.`key`, is the dotted path of a function that accepts the run's arguments. `inputs`:
+    positional arguments, in words for messages. `arguments`: keyword arguments from the YAML; None: unchecked. `given`: names of keyword
+    arguments that the run adds. `or_class`: a class is allowed too; its arguments are not checked."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -46,7 +45,7 @@ def check_function(
 
 
 def parameters_of(name: str) -> set[str]:
-    """Return the names of a function's parameters that can be passed by keyword, except the first parameter."""
+    """Names of a function's parameters that can be passed by keyword, except the first."""
     try:
         found = _definition(name)
     except ValueError:  # reported by check_function
@@ -60,8 +59,8 @@ def _by_name(parameters: ast.arguments, inputs: int = 1) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Return the syntax tree of the object that a dotted path names; assignments and imports are followed. None if the object can be known
-    only by running the code. Raise ValueError if the object does not exist or the file is unreadable."""
+    """Syntax tree of the object that a dotted path names, found through assignments and imports. None if only running the code could tell;
+    ValueError if the object does not exist or the file is unreadable."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")
@@ -115,8 +114,8 @@ def locate_module(module_name: str) -> ModuleSpec:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Yield (name, node) for each name that the statements bind: the definition, assigned value or `from` import; None if known only at run
-    time."""
+    """Yield (name, node) for each name that the statements bind: the definition, assigned value or `from` import; None if only running the
+    code could tell."""
     for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -1,7 +1,5 @@
-"""Checks of settings that need GPUs.
-
-Findings of `needs_gpus` end `roll-lite run`. `roll-lite check`, which may run on another machine, reports them only as notes.
-"""
+"""Checks of settings that need GPUs. Findings of `needs_gpus` end `roll-lite run`; `roll-lite check`, which may run on another machine,
+reports them as notes."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ GPU_CHECKS = (_fp8_rollouts, _heads_of_vllm, _adapters_alone)
 
 
 def needs_gpus(config: RunConfig) -> Mistakes:
-    """Refuse settings that need GPUs or packages missing on this machine. A cluster's machines are checked when they start."""
+    """Refuse settings that need GPUs or packages missing here. A cluster's machines are checked when they start."""
     if layout.runs_on_cluster(config):
         return
     there, none, transport = layout.gpus_visible(), "none are visible here", config.weight_sync.transport
@@ -79,12 +77,11 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Number of processes (or the number of CPU cores, if larger) up to which a float32 run without GPUs gets no warning of its size."""
+"""Number of processes (or CPU cores, if more) up to which a float32 run without GPUs gets no warning of its size."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Return a note if the run seems too large for CPUs: it uses bfloat16, or it has more than SMALL_RUN processes and more processes than
-    CPU cores."""
+    """Return a note if the run seems too large for CPUs: it uses bfloat16, or more processes than SMALL_RUN and than CPU cores."""
     if layout.gpus_visible() or layout.runs_on_cluster(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

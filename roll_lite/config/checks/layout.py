@@ -174,8 +174,7 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
 
 
 def _engine_knows_the_model(config: RunConfig) -> Mistakes:
-    """Refuse models that SGLang computes differently: SGLang ignores Mistral's sliding window, and gives all layers experts if any has
-    them."""
+    """Refuse models that SGLang computes differently: it ignores Mistral's sliding window, and gives all layers experts if any has them."""
     shape = known_shape(config.model.path)
     if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
@@ -204,7 +203,7 @@ def _verified_weights(config: RunConfig) -> Mistakes:
 
 
 def unreadable_weights(config: RunConfig) -> tuple[str, str] | None:
-    """Return (regular expression of the names of tensors that cannot be compared with the engines', reason); None if all can be."""
+    """Return (pattern of the names of tensors that cannot be compared with the engines', reason); None if all can."""
     strategy, shape = config.actor_infer.strategy, known_shape(config.model.path)
     if strategy.quantization == "fp8" and adapters_of_engines(config) is None:
         return r"_proj\.|\.gate\.", "matrices of layers: an engine in fp8 does not hold them bit for bit"
@@ -220,8 +219,8 @@ def verify_notes(config: RunConfig) -> list[str]:
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
-    """Refuse routing replay if SGLang's requests continue after a weight update (`rollout.on_sync: pause`): SGLang then recomputes their
-    earlier tokens, and reports the experts that the new weights choose."""
+    """Refuse routing replay if SGLang's requests continue after a weight update (`rollout.on_sync: pause`): SGLang then recomputes earlier
+    tokens, and reports the experts that the new weights choose."""
     rollout = config.rollout
     running = rollout.supply != "sync" or (rollout.oversample > 1 and rollout.max_staleness)
     pauses = (rollout.on_sync or ("drain" if rollout.supply == "one_step_off" else "pause")) == "pause" and not config.actor_infer.offload
@@ -280,7 +279,7 @@ def gpus_visible() -> bool:
 
 
 def known_shape(folder: Path) -> ModelShape | None:
-    """Return a model's sizes. None if they cannot be read; checks/files.py reports that."""
+    """Sizes of a model; None if unreadable, which checks/files.py reports."""
     try:
         return read_model_shape(folder)
     except ValueError:

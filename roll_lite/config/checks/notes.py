@@ -72,7 +72,7 @@ PINNED_ROUNDING = 2
 
 
 def host_bytes(config: RunConfig) -> dict[str, int]:
-    """Return {role: bytes of host memory}, over all nodes, for tensors that are kept in host memory or offloaded to it."""
+    """Return {role: bytes of host memory}, over all nodes, for tensors kept in host memory or offloaded to it."""
     found: dict[str, int] = {}
     for name, role in roles(config).items():
         if isinstance(role, JudgeServerConfig):

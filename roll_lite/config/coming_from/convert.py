@@ -168,7 +168,7 @@ def _from_yaml(text: str, file: str) -> list[Setting]:
 
 
 def _from_script(text: str, is_known: Callable[[str], object]) -> list[Setting]:
-    """Return the arguments in a shell script, except those of commands and arrays without any known argument."""
+    """Arguments in a shell script, except those of commands and arrays without any known argument."""
     found: list[Setting] = []
     for command in _commands(text):
         start = len(found)
@@ -197,7 +197,7 @@ class _Branches:
     """An `if` or `case`. `reads`: whether to read the current branch. `over`: a branch that surely runs was met."""
 
     subject: str = ""
-    """Value that a `case` compares with the patterns of its branches; empty for an `if`."""
+    """Value that a `case` compares with its branches' patterns; empty for an `if`."""
     reads: bool = True
     over: bool = False
     awaits_pattern: bool = False
@@ -263,7 +263,8 @@ def _matches(subject: str, patterns: str) -> bool | None:
 
 
 def _holds(words: list[str]) -> bool | None:
-    """Evaluate a shell condition; None if unknown. What only the shell knows is not `npu`, for other hardware."""
+    """Evaluate a shell condition; None if unknown. A value that only the shell knows counts as different from `npu`, which is other
+    hardware."""
     for joint, decides in (("||", True), ("&&", False)):
         if joint in words:
             at = words.index(joint)
@@ -283,8 +284,8 @@ def _holds(words: list[str]) -> bool | None:
 
 
 def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
-    """Split a shell script into commands and arrays: lists of (word, line number). Branches whose condition does not hold are left out; of
-    conditions that only the shell knows, all branches are read but `npu`, for other hardware."""
+    """Split a shell script into commands and arrays: lists of (word, line number). Branches whose condition does not hold are left out; if
+    only the shell knows, all branches are read except those for `npu`, which is other hardware."""
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
     conditions = _Conditions()

@@ -35,15 +35,15 @@ class Composition:
     data: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
-    """Paths of missing, unreadable or unresolvable values; includes the root, (), if a file is unreadable."""
+    """Paths of missing, unreadable or unresolvable values; the root, (), if a file is unreadable."""
     origins: dict[Path, str] = field(default_factory=dict)
     secrets: dict[Path, tuple[str, Any]] = field(default_factory=dict)
     """{key path: (text in the file, value)} of values that contain environment variables."""
     replaced_files: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append a YAML file and the files in its `defaults` to `layers`, in the order of `defaults`. In that list, `_self_` stands for the
-        file; without `_self_`, the file comes last. `stack`: files that include this file, to detect cycles."""
+        """Append a YAML file and the files in its `defaults` to `layers`, in the order of `defaults`, where `_self_` stands for the file;
+        without `_self_`, it comes last. `stack`: files that include this one, to detect cycles."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)
@@ -167,7 +167,7 @@ def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]
     splits = {} if "train" in data else {split: entry[split] for split in ("train", "validation") if split in entry}
     full["data"] = {**splits, **full.get("data", {})}
     if "validation" not in data and data.get("validation_preset") is not None:
-        with suppress(ValueError):  # told by the schema
+        with suppress(ValueError):  # reported by the schema
             full["data"]["validation"] = validation_preset(str(data["validation_preset"]))
     merge(full, domain, path)
     sampling, filters = full.get("sampling"), full["data"].setdefault("filter", {})

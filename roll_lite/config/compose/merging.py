@@ -45,8 +45,7 @@ def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> No
 
 
 def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> list[str]:
-    """Return the keys to drop from `tree` if `layer` changes its `name`: `args`, and fields that the new choice lacks or defines
-    differently."""
+    """Keys to drop from `tree` if `layer` changes its `name`: `args`, and fields that the new choice lacks or defines differently."""
     former, chosen = (None if "${" in str(one.get("name")) or one.get("name") == "???" else one.get("name") for one in (tree, layer))
     classes = sections_at(path)
     if chosen is None or former == chosen or not any("name" in cls.model_fields for cls in classes):

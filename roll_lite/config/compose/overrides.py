@@ -54,7 +54,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Put overrides of a section's `name` before those of its other keys. A change of `name` may drop keys that were set before it."""
+    """Put overrides of a section's `name` before those of its other keys, because a change of `name` may drop keys set before it."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value
@@ -138,7 +138,7 @@ def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
 
 
 def _holder(tree: dict[str, Any], override: Override) -> tuple[dict[str, Any] | list[Any], int]:
-    """Return the innermost existing section or list on the path, and its depth. LookupError if the next key does not fit."""
+    """Innermost existing section or list on the path, and its depth; LookupError if the next key does not fit."""
     container: Any = tree
     for depth, key in enumerate(override.path):
         here, below = dotted(override.path[:depth]), override.path[depth + 1 :]

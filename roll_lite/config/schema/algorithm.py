@@ -40,8 +40,8 @@ class AdaptiveKlConfig(Section):
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target of KL(policy || reference), in nats per token. In kl_in_reward, KL is measured with the configured estimator, but k3 if that
-    is abs. In kl_in_loss, it is measured with k3, or with full if that is configured."""
+    """Target of KL(policy || reference), in nats per token. kl_in_reward measures it with its estimator, or k3 if that is abs; kl_in_loss
+    with k3, or full if configured."""
     horizon: PositiveFloat = 10000.0
     """Samples over which the coefficient changes by at most 20%; larger is slower."""
 
@@ -75,8 +75,8 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples over which mean and standard deviation are computed. batch: all of the step. group: all of the prompt. running: all so
-    far."""
+    """Samples that mean and standard deviation cover. batch: those of the step that train. group: all of the prompt. running: those so far
+    that train."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True
@@ -156,8 +156,7 @@ class PtxConfig(Section):
 
     @property
     def as_domain(self) -> DomainConfig:
-        """Return a domain with this data and template, so that code that loads a domain's prompts can load this data. The domain's reward
-        is a placeholder."""
+        """Domain with this data and template, for code that loads a domain's prompts. Its reward is a placeholder."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer rows are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
@@ -179,12 +178,12 @@ class AlgorithmConfig(Section):
     value_loss: ValueLossConfig = ValueLossConfig()
     """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """Reduction of token losses over the mini-batch of all ranks. token_mean: mean over all tokens. sequence_mean_token_mean: mean over
-    sequences of their token means. sequence_mean_token_sum: mean over sequences of their token sums. constant: sequence_mean_token_sum
-    divided by aggregation_constant."""
+    """Reduction of token losses over the mini-batch of all ranks. token_mean: mean over tokens. sequence_mean_token_mean,
+    sequence_mean_token_sum: mean over sequences of their token means or sums. constant: sequence_mean_token_sum divided by
+    aggregation_constant."""
     sequence: Literal["sample", "row"] = "sample"
-    """Unit that `aggregation` counts as a sequence, if an agent's requests gave a sample several training rows. sample: all rows of a
-    sample together. row: each row."""
+    """Unit that `aggregation` counts as a sequence, if an agent's requests gave a sample several training rows. sample: all its rows
+    together. row: each row."""
     aggregation_constant: PositiveInt | None = None
     """Divisor in tokens for `aggregation: constant`; null: the largest max_tokens."""
     kl_in_reward: KlInRewardConfig = KlInRewardConfig()
@@ -198,8 +197,8 @@ class AlgorithmConfig(Section):
     old_log_probs: Literal["recompute", "current", "rollout"] = "recompute"
     """Source of old log-probs. recompute: an extra forward pass. current: the training pass, detached. rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Expert choices in the actor's updates. none: chosen anew. train: the choices of the pass for old log-probs. rollout: the engine's
-    choices, also used in the pass for old log-probs. The router still learns, because its probabilities weight the experts."""
+    """Expert choices in the actor's updates. none: chosen anew. train: those of the pass for old log-probs. rollout: the engine's, also in
+    the pass for old log-probs. The router still learns: its probabilities weight the experts."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1

@@ -69,11 +69,11 @@ DataPath = Annotated[Path, AfterValidator(lambda path: located(path, "dataset") 
 
 
 class Refused(Exception):
-    """Error: code has read a field whose value is invalid."""
+    """Error: a field with an invalid value was read."""
 
 
 def readable(found: Iterable[T]) -> list[T]:
-    """Return the items that an iterator yields before it ends or raises Refused."""
+    """Items that an iterator yields before it ends or raises Refused."""
     mistakes: list[T] = []
     with suppress(Refused):
         mistakes.extend(found)  # keeps the items before the exception
@@ -109,8 +109,8 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Return (field, message) of each mistake found by the section's rules. A rule that reads an invalid field ends there; its
-        earlier mistakes count."""
+        """Return (field, message) of each mistake found by the section's rules. A rule ends where it reads an invalid field; its earlier
+        mistakes count."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property

@@ -61,8 +61,7 @@ class DataConfig(Section):
     validation: DataFiles | None = None
     """Held-out prompts, in the same forms as `train`. All are used; shares in a mapping have no effect."""
     tag: str | None = None
-    """Column that says which domain a row belongs to, if several domains read the same files. Each domain lists its values of this column
-    in `tags`."""
+    """Column that says which domain a row belongs to, if several domains read the same files. Each domain lists its values in `tags`."""
     tags: list[str] = Field(default_factory=list)
     """Values of column `tag` in this domain's rows. A row with a value that no domain lists is an error."""
     filter: DataFilterConfig = DataFilterConfig()
@@ -74,7 +73,7 @@ class DataConfig(Section):
     weight: str | None = None
     """Column with the loss weight of a prompt's samples."""
     epochs: PositiveInt | None = None
-    """Maximum passes over `train`, each in a new order. After them, other domains fill this domain's part of batches. null: unlimited."""
+    """Maximum passes over `train`, each in a new order; then other domains fill this domain's part of batches. null: unlimited."""
     report_by: str | list[str] | None = None
     """Column or columns of held-out prompts; validation is also reported for each value in them (at most 50 per column). null: the columns
     `level` and `subject`, if all prompts have them as texts or numbers; []: none."""
@@ -286,11 +285,11 @@ class GroupFilterConfig(Section):
     above: float | None = None
     """Train only groups with a larger measure. null: 0 for accuracy and std, no limit for mean."""
     below: float | None = None
-    """Train only groups whose `name` measure is smaller. null: 1 for accuracy, no limit for mean and std."""
+    """Train only groups with a smaller measure. null: 1 for accuracy, no limit for mean and std."""
     tries: PositiveInt = 10
     """Maximum prompts tried for a batch, as a multiple of the domain's groups in it."""
     when_short: Literal["fail", "continue"] = "fail"
-    """Action if `tries` are used up before the batch is full. fail: end the run. continue: train on the groups that passed the filter."""
+    """Action if `tries` are used up before the batch is full. fail: end the run. continue: train on the groups that passed."""
 
     @rule
     def _known(self) -> Mistakes:
@@ -350,8 +349,8 @@ class RolloutConfig(Section):
     """Action if engine and trainer log-probs differ too much (max_mismatch). end: end the run. pause: wait until you delete the run's
     paused.txt."""
     max_mismatch: PositiveFloat | Literal["auto"] | None = "auto"
-    """Maximum mean difference, in nats, between engine and trainer log-probs of the same tokens. A larger one, or a jump, means that they
-    hold different models. auto: 0.01 if both compute in float32, else 0.2 (usual in bfloat16: 0.01 to 0.05). null: no check."""
+    """Maximum mean difference, in nats, between engine and trainer log-probs of the same tokens. More, or a jump, means that they hold
+    different models. auto: 0.01 if both compute in float32, else 0.2 (usual in bfloat16: 0.01 to 0.05). null: no check."""
 
     @rule
     def _ahead(self) -> Mistakes:

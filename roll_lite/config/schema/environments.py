@@ -44,11 +44,11 @@ class PythonToolConfig(Section):
 
     name: Literal["python"]
     timeout_s: PositiveFloat = 10.0
-    """Seconds for a call. Then the code gets a KeyboardInterrupt, and is killed if it ignores that."""
+    """Seconds for a call; then the code gets a KeyboardInterrupt, and is killed if it ignores that."""
     memory_mb: PositiveInt = 512
     """Memory limit of an interpreter and its child processes in MB."""
     files: str | None = None
-    """Data column with files to write to the interpreter's folder. Its values are {file name: text}, or null."""
+    """Data column with files for the interpreter's folder: {file name: text}, or null."""
     python_path: list[UserPath] = Field(default_factory=list)
     """Folders that code may import from."""
     allow_unprotected: bool = False
@@ -121,7 +121,7 @@ class EndpointEnvironmentConfig(EnvironmentSection):
     function: str | None = None
     """Dotted path to your function `(task, endpoint) -> reward or answer`. The domain's reward scores an answer."""
     command: NonEmpty[str] | None = None
-    """Program and arguments. It gets the task as JSON on standard input, and the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY,
+    """Program and arguments. It gets the task as JSON on standard input, and the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL,
     ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. Its last line of output is its reward or answer."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
@@ -197,8 +197,8 @@ class OpenEnvEnvironmentConfig(AdapterSection):
     url: Annotated[str, AfterValidator(_server)]
     """Server address. The server must allow workers x parallel sessions."""
     action: str
-    """Name of the action's field that holds the response; or dotted path to your function `text -> dict`. If the function raises
-    ValueError, the policy sees the message and responds again."""
+    """Name of the action's field that holds the response; or dotted path to your function `text -> dict`. If it raises ValueError, the
+    policy sees the message and responds again."""
     observation: str | None = None
     """Name of the observation's field that the policy sees; or dotted path to your function `observation -> text`. null: the whole
     observation as JSON."""

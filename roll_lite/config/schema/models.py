@@ -58,8 +58,8 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     """Term added to AdamW's denominator."""
     on_host: bool = False
-    """Keep moments and compute updates in host memory. Saves 8 bytes of device memory per trained weight; copies gradients and weights in
-    every step."""
+    """Keep moments and compute updates in host memory. Saves 8 bytes of device memory per trained weight, but copies gradients and weights
+    in every step."""
     clip_grad: NonNegativeFloat = 1.0
     """Maximum global gradient norm; above it gradients are scaled down. 0: off."""
     stop_after_skipped: NonNegativeInt = 5
@@ -95,8 +95,8 @@ class LoraConfig(Section):
     export: Literal["merged", "adapter"] = "merged"
     """Format of `checkpoint.export_model`. merged: all weights. adapter: adapters alone, in PEFT's format."""
     engines: Literal["merged", "adapter"] = "merged"
-    """Content of weight updates. merged: all weights. adapter: only the adapters, which is far less to send but slows generation slightly.
-    Not for adapters of experts."""
+    """Content of weight updates. merged: all weights. adapter: only adapters, far less to send, but slightly slower generation; not for
+    adapters of experts."""
 
     @rule
     def _layers(self) -> Mistakes:
@@ -122,7 +122,7 @@ class MegatronStrategyConfig(Section):
     """Interleaved model parts per stage. More parts: less waiting, more communication."""
     pipeline_layers: NonEmpty[NonNegativeInt] | None = None
     """Layers of each pipeline part, in layer order: pipeline_parallel x virtual_pipeline_parallel numbers. Part i (from 0) is on stage i %
-    pipeline_parallel. Give fewer to the first (embeddings) and last part (output layer) for balance. null: equal numbers."""
+    pipeline_parallel. Fewer in the first (embeddings) and last part (output layer) balance the stages. null: equal numbers."""
     context_parallel: PositiveInt = 1
     """Ranks that split the tokens of a micro-batch, for long samples."""
     expert_parallel: PositiveInt = 1
@@ -272,8 +272,8 @@ class ForwardRoleConfig(Section):
     offload: bool = False
     """Free this role's device memory while it is idle."""
     restarts: NonNegativeInt = 3
-    """Maximum restarts per hour after a rank died or hung; then the run ends. Trained roles return to the newest checkpoint, or initial
-    weights, and repeat the updates since."""
+    """Maximum restarts per hour after a rank died or hung; then the run ends. Trained roles repeat the updates since the newest checkpoint,
+    or since the initial weights."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 
@@ -293,7 +293,7 @@ class TrainRoleConfig(ForwardRoleConfig):
 
     @property
     def in_training(self) -> tuple[int, int | None]:
-        """Return the limits of a training micro-batch: (tokens, samples or None)."""
+        """Limits of a training micro-batch: (tokens, samples or None)."""
         return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
 
 
@@ -363,8 +363,8 @@ class CriticRoleConfig(TrainRoleConfig):
 
 class InferRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list of them. Each replica takes strategy.tensor_parallel devices; if these are more than
-    placement.devices_per_node, the replica takes equally many on each of several nodes."""
+    """Number of devices, or a list of them. Each replica takes strategy.tensor_parallel devices; more than placement.devices_per_node are
+    spread equally over several nodes."""
     replicas_per_device: PositiveInt = 1
     """Engine replicas per device, which share strategy.gpu_memory_utilization. Needs tensor_parallel 1."""
     strategy: InferStrategyConfig = VllmStrategyConfig()
@@ -374,8 +374,8 @@ class InferRoleConfig(Section):
     offload: bool = False
     """Free the engines' device memory while the actor trains."""
     restarts: NonNegativeInt = 3
-    """Maximum restarts of a lost engine per hour. Then the run continues without it, or ends if none is left. 0 also turns off
-    handing over the requests of drained nodes in advance."""
+    """Maximum restarts of a lost engine per hour; then the run continues without it, or ends if none is left. 0 also turns off handing over
+    the requests of drained nodes in advance."""
     most_replicas: PositiveInt | None = None
     """Maximum engine replicas. Those beyond `devices` start as nodes with free devices join, and end when their node leaves."""
     threads: PositiveInt = 1
@@ -398,7 +398,7 @@ class RewardModelConfig(Section):
     micro_batch_size: PositiveInt = 8
     """Maximum samples in a rank's forward pass, and in one call to a copy of the model."""
     max_length: PositiveInt | None = None
-    """Longest text in tokens; longer ones fail. null: the model's max_position_embeddings."""
+    """Longest text in tokens; longer ones score 0. null: the model's max_position_embeddings."""
     offload: bool = False
     """Free this model's device memory while nothing is generated."""
     threads: PositiveInt = 1

@@ -48,15 +48,14 @@ class RayConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Assignment of devices to roles. A role without `devices` gets as many as the roles that share devices with it. Roles on the same
-    devices take turns (`offload: true`), except under by_role; judges never share. `placement: colocated` is short for `{name:
-    colocated}`."""
+    """Assignment of devices to roles. A role without `devices` gets as many as the roles that it shares with. Roles on the same devices
+    take turns (`offload: true`), except under by_role; judges never share. `placement: colocated` is short for `{name: colocated}`."""
 
     name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
     """by_role: `devices: n` means devices 0 to n-1. colocated: all roles share devices. split: models that train or score share devices,
     engines have others. pairs: actor with reference, critic with reward models, engines alone. apart: each role alone."""
     nodes: Annotated[PositiveInt, below(4097, "more than a cluster has")] | None = None
-    """Number of nodes to use: those with enough free devices, the driver's node first, then by address. The run fails if there are too few
+    """Number of nodes to use: those with enough free devices, the driver's node first, then by address. The run fails if too few are there
     within ray.placement_timeout_s. null: Ray chooses nodes, and `devices` cannot name any."""
     devices_per_node: Annotated[PositiveInt, below(1025, "more than a node has")] = 8
     """Devices of each node, numbered over all nodes."""
@@ -175,16 +174,16 @@ class WeightSyncConfig(Section):
     bucket_mb: PositiveInt = 256
     """MB per transfer. Larger: fewer transfers, more memory."""
     verify: Literal["auto", "none", "sampled", "full"] = "auto"
-    """Compare checksums of the trainer's and engines' weights after each update; a difference ends the run. sampled: a different sixteenth
-    of the tensors each time, and all in an engine's first three updates; leaves out what cannot be compared (matrices in fp8, experts on
-    GPUs). auto: sampled."""
+    """Compare checksums of the trainer's and engines' weights after each update; a difference ends the run. sampled: another sixteenth of
+    the tensors each time, and all in an engine's first three updates, except what cannot be compared (matrices in fp8, experts on GPUs).
+    auto: sampled."""
     timeout_s: PositiveFloat = 300.0
     """Seconds that trainer and engines wait for each other in a transfer."""
 
 
 class LimitsConfig(Section):
-    """Time limits in seconds; 0 or null: unlimited. A phase (metric `time/<phase>`) over its limit counts as hung. Hung training roles and
-    a hung rollout service restart (`restarts`), else the run ends. Raise a limit if the work is only slow."""
+    """Time limits in seconds; 0 or null: unlimited. A phase (metric `time/<phase>`) over its limit counts as hung: training roles and the
+    rollout service restart (`restarts`), else the run ends. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
     """Start of models and engines. The start of Ray has its own limit, ray.start_timeout_s."""
@@ -205,7 +204,7 @@ class LimitsConfig(Section):
     other: TimeLimit = 3600.0
     """Other calls, such as loading a role or resuming."""
     hang_factor: NonNegativeFloat = 10.0
-    """sync_weights, log_probs, advantages and train count as hung if they take this many times their longest duration so far, but never
+    """sync_weights, log_probs, advantages and train also count as hung after this many times their longest duration so far, but never
     before 300 s. A repeated phase gets this many times the duration of its failed try. 0: no such limit."""
     silence: TimeLimit = 300.0
     """Time in which every process must answer, even if busy; else it counts as hung (stopped, or never releases the GIL)."""
@@ -213,8 +212,8 @@ class LimitsConfig(Section):
     """Time in which an engine must answer a heartbeat; else it counts as lost and is replaced (actor_infer.restarts). Slow work does not
     delay answers."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
-    """Time limit of an engine's forward pass; an engine beyond it is lost. The limit is 40 times as high until the engine's first response
-    with each kind of sampling has ended, and never below 4 times its longest pass so far. auto: 7 with GPUs, 300 without."""
+    """Time limit of an engine's forward pass; an engine beyond it is lost. It is 40 times as high until the engine's first response with
+    each kind of sampling has ended, and never below 4 times its longest pass so far. auto: 7 with GPUs, 300 without."""
 
 
 Victim = Literal["actor_train", "critic", "reference", "actor_infer", "rollouts", "rewards", "environments", "reward_models", "judges"]

@@ -53,7 +53,6 @@ class GymEpisode:
         return opening(task, self._shown(observation))
 
     def step(self, message: Message) -> Step:
-        """Take the action in a response. Reply to an invalid action with the error."""
         try:
             action = self._read(without_thinking(message["content"]).strip())
         except ValueError as error:

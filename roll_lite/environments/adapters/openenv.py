@@ -40,7 +40,6 @@ class OpenEnvEpisode:
         return opening(task, self._show(result.observation))
 
     async def step(self, message: Message) -> Step:
-        """Send the action in a response. Reply to an invalid action with the error."""
         try:
             action = self._write(without_thinking(message["content"]).strip())
         except ValueError as error:

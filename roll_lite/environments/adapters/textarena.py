@@ -28,7 +28,7 @@ def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls
 
 class TextArenaEpisode:
     """Episode of a game. TextArena draws from Python's global random generator, so each call swaps in the episode's random state. Methods
-    are async, so that they run in the event loop's thread, never two at once."""
+    are async to run in the event loop's thread, never two at once."""
 
     def __init__(self, game: Any) -> None:
         self._template = game
@@ -49,8 +49,7 @@ class TextArenaEpisode:
         return Step((), float(rewards[0]), True, metrics=numbers_of(info[0]))
 
     def _news(self) -> str:
-        """Return the text that the game has added since the last response. Uses the game's state, because wrappers would repeat the whole
-        conversation."""
+        """Text that the game has added since the last response, from the game's state: wrappers would repeat the whole conversation."""
         said = self._game.state.get_current_player_observation()
         return "\n".join(text for _, text, kind in said if kind is not textarena.ObservationType.PLAYER_ACTION).strip()
 

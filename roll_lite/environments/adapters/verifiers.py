@@ -23,7 +23,7 @@ _set_handler = signal.signal
 
 def _set_in_main_thread(number: int, handler: Any) -> Any:
     """Replace signal.signal: outside the main thread, keep the handlers of SIGINT and SIGTERM. Environments of verifiers set handlers when
-    they are made; in workers' threads, signal.signal would raise ValueError."""
+    they are made, which raises ValueError in workers' threads."""
     if threading.current_thread() is threading.main_thread() or number not in (signal.SIGINT, signal.SIGTERM):
         return _set_handler(number, handler)
     return signal.getsignal(number)
@@ -33,7 +33,7 @@ signal.signal = _set_in_main_thread  # type: ignore[assignment]
 
 
 def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
-    """Return the function that plays an episode, and the environment's tool schemas; ValueError if the environment cannot be loaded."""
+    """Return the function that plays an episode, and the tool schemas; ValueError if the environment cannot be loaded."""
     search_current_folder()
     place, arguments = f"{path}.id: {settings.id!r}", settings.args
     try:
@@ -59,7 +59,7 @@ def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[Epi
 
 
 class PolicyClient(OpenAIChatCompletionsClient):
-    """Model client for verifiers. Its requests contain the whole conversation; the policy gets only the new messages."""
+    """Model client for verifiers. Its requests contain the whole conversation; the policy gets only new messages."""
 
     def __init__(self, policy: Policy, tools: Sequence[str]) -> None:
         super().__init__(policy)

@@ -12,13 +12,13 @@ from roll_lite.environments.base import Message
 from roll_lite.environments.endpoint.api import ApiRequest, ChatReply, ChatRequest, Json, Text, call_of
 
 _MALFORMED = "INVALID_JSON"
-"""Key for the text of arguments that are not valid JSON, because `input` of a tool call must be an object. The name is from Anthropic's
-documentation."""
+"""Key for arguments that are not valid JSON, because a tool call's `input` must be an object. The name is from Anthropic's documentation.
+"""
 
 
 class _ThreadError(ValueError):
     code = "thread_unsupported_request"
-    """Error code that makes Anthropic's client send the whole conversation instead of a reference to it."""
+    """Error code that makes Anthropic's client send the whole conversation, not a reference to it."""
 
 
 class _Block(BaseModel):

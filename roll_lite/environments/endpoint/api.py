@@ -20,7 +20,7 @@ OVERRIDDEN = (
     *("reasoning", "reasoning_effort", "thinking", "output_config", "chat_template_kwargs"),
     *("max_tool_calls", "context_management"),
 )
-"""Parameters of requests that have no effect, because the run's own settings apply."""
+"""Parameters of requests that have no effect: the run's own settings apply."""
 _DISTORTS = "it would change the probabilities that training relies on; leave it out"
 _FREE_FORM = "describe the wanted form in the prompt"
 _REFUSED: Sequence[tuple[str, Any, str]] = (
@@ -35,15 +35,13 @@ _REFUSED: Sequence[tuple[str, Any, str]] = (
     ("conversation", None, "use previous_response_id, or send the whole conversation"),
     ("functions function_call", None, "use tools"),
 )
-"""Parameters that make a request fail: (names, harmless value, remedy). The harmless value is allowed, and so are empty ones such as null
-and 0."""
+"""Parameters that make a request fail: (names, harmless value, remedy). The harmless value is allowed, and so are empty ones (null, 0)."""
 
 
 @dataclass(frozen=True)
 class ChatRequest:
     messages: list[Message]
-    """Roles are system, user, assistant and tool; contents are texts. Arguments of tool calls are dicts, or text if they are no valid
-    JSON."""
+    """Roles are system, user, assistant and tool; contents are texts. Arguments of tool calls are dicts, or text if not valid JSON."""
     tools: list[Json]
     max_tokens: int | None
     stop: tuple[str, ...]
@@ -51,7 +49,7 @@ class ChatRequest:
     """Prompt of the completions API, which has no messages."""
     overridden: tuple[str, ...] = ()
     gives_thoughts: bool = True
-    """False: the client gets the response without its thoughts, so it cannot repeat them."""
+    """False: the client gets the response without thoughts, so it cannot repeat them."""
 
 
 class ChatReply(NamedTuple):
@@ -60,22 +58,22 @@ class ChatReply(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     stop_sequence: str | None = None
-    """The request's stop string that ended the response."""
+    """Stop string of the request that ended the response."""
 
 
 class Session(Protocol):
     async def respond(self, request: ChatRequest) -> ChatReply:
-        """Sample a response. Raise EpisodeOver if no further response is possible, ValueError if the request is wrong."""
+        """Sample a response. EpisodeOver if no further one is possible, ValueError if the request is wrong."""
         ...
 
     def refused(self, why: str) -> None:
-        """Record that a request was answered with an error, other than the error for an episode that is over."""
+        """Record that a request got an error, other than the one for an episode that is over."""
         ...
 
 
 def as_sent(reply: ChatReply) -> ChatReply:
-    """Return a reply in the form in which clients repeat it. The text of a malformed tool call becomes the call's arguments or, if the call
-    has no name, part of the content."""
+    """Convert a reply to the form in which clients repeat it. A malformed tool call's text becomes the call's arguments or, without a name,
+    part of the content."""
     message, calls, texts = reply.message, list[Message](), [reply.message.get("content")]
     for call in message.get("tool_calls") or ():
         if name := call["function"]["name"]:
@@ -173,7 +171,7 @@ class ApiRequest(BaseModel, ABC):
     max_tokens: PositiveInt | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_output_tokens", "max_tokens"))
     tools: list[Annotated[_Tool, BeforeValidator(_flat)]] | None = None
     tool_choice: Annotated[str, BeforeValidator(lambda given: given.get("type") if isinstance(given, dict) else given or "auto")] = "auto"
-    """`none`: the prompt has no tools. All other values act as `auto`, since a call cannot be forced."""
+    """`none`: the prompt has no tools. Other values act as `auto`: a call cannot be forced."""
 
     @model_validator(mode="before")
     @classmethod
@@ -188,7 +186,7 @@ class ApiRequest(BaseModel, ABC):
         return _without_nulls(body)
 
     def request(self) -> ChatRequest:
-        """Return the request in the form common to all APIs. Raise ValueError if messages are invalid."""
+        """Convert to the form common to all APIs; ValueError if messages are invalid."""
         messages = [_slim(one.model_dump()) for one in _Conversation.model_validate({"messages": self.conversation()}).messages]
         names: dict[str, str] = {}
         for message in messages:
@@ -211,12 +209,12 @@ class ApiRequest(BaseModel, ABC):
 
     @abstractmethod
     def conversation(self) -> list[Message]:
-        """Return the messages in the form of chat completions, not validated."""
+        """Messages in the form of chat completions, not validated."""
 
     @abstractmethod
     def response(self, reply: ChatReply) -> Json:
-        """Return the body of the response in the format of this API. `reply`: as converted by `as_sent`."""
+        """Body of the response in this API's format. `reply`: converted by `as_sent`."""
 
     @abstractmethod
     def events(self, response: Json) -> Iterator[Json | str]:
-        """Yield the data of each server-sent event. If the data has a field `type`, this is also sent as the event's name."""
+        """Yield the data of each server-sent event. A field `type` is also sent as the event's name."""

@@ -30,8 +30,8 @@ APIS: dict[str, type[ApiRequest]] = {
 MAX_BODY_BYTES = 16 * 2**20
 MAX_AT_ONCE = 64
 PING_SECONDS = 15.0
-"""Interval of the comments that a streaming client gets while it waits for a response. The first opens the stream: a failure before it can
-still set the HTTP status."""
+"""Interval of comments to a streaming client that waits for a response. The first opens the stream: a failure before it can still set the
+HTTP status."""
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"}
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "roll_lite"}]}
 
@@ -42,7 +42,7 @@ class _Episode:
     kept: dict[str, list[Message]] = field(default_factory=dict)
     running: set[asyncio.Future[ChatReply]] = field(default_factory=set)
     reading: int = 0
-    """Number of requests whose body is still being read."""
+    """Requests whose body is still being read."""
 
 
 class EndpointServer:
@@ -126,7 +126,7 @@ class EndpointServer:
 
 
 def _hashed(key: str) -> bytes:
-    """Hash a key, so that the time of a look-up reveals nothing about it."""
+    """Hash a key, so that look-up times reveal nothing about it."""
     return sha256(key.encode(errors="surrogateescape")).digest()
 
 

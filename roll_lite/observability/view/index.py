@@ -16,8 +16,8 @@ BATCH_BYTES = 64 << 20
 """Bytes of sample files that are indexed in one transaction."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
 NUMBERS = ("step", "group", "index", "prompt_uid", "response_tokens", "score", "turns", "reward", "advantage")
-"""Columns of the index. NUMBERS: to sort by, or to filter by minimum and maximum; `reward` and `advantage` are from credit/. WORDS: to
-filter by value; `kind` is `step` (training) or `validation`."""
+"""Columns of the index. NUMBERS: to sort by, or filter by minimum and maximum; `reward` and `advantage` are from credit/. WORDS: to filter
+by value; `kind` is `step` (training) or `validation`."""
 SCHEMA = """
     CREATE TABLE IF NOT EXISTS files (file VARCHAR, stamp VARCHAR);
     CREATE TABLE IF NOT EXISTS samples (file VARCHAR, kind VARCHAR, step BIGINT, domain VARCHAR, "group" BIGINT, "index" BIGINT,
@@ -47,7 +47,7 @@ PAGE = """
     SELECT kind, step, domain, "group", "index", prompt_uid, score, correct, outcome, failure, finish_reason, response_tokens, turns,
         reward, advantage, prompt, response
     FROM samples WHERE rowid IN (SELECT place FROM page) ORDER BY "{column}" {order}, step DESC, "group", "index" """
-"""Query of one page of samples. The page's row ids are found first, so that texts are read for this page only."""
+"""Query of one page of samples. Its row ids are found first, so that texts are read for this page only."""
 COUNTS = """
     SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
     FROM {table} WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
@@ -120,8 +120,8 @@ class SampleIndex:
         self.changes += 1
 
     def page(self, given: Given, sort: str, start: int, count: int) -> list[dict[str, Any]]:
-        """Return `count` samples that match the filters `given`, from number `start` on. `sort`: a column of NUMBERS; `-` before it sorts
-        the largest first."""
+        """Return `count` samples matching the filters `given`, from number `start` on. `sort`: a column of NUMBERS; after `-`, largest
+        first."""
         column, order = sort.removeprefix("-"), "DESC NULLS LAST" if sort.startswith("-") else "ASC NULLS LAST"
         if column not in NUMBERS:
             raise ValueError(f"sort: {sort!r} is none of {', '.join(NUMBERS)}")
@@ -129,7 +129,7 @@ class SampleIndex:
         return self._rows(PAGE.format(where=where, column=column, order=order), [*values, count, start])
 
     def counts(self, given: Given, by: str) -> list[dict[str, Any]]:
-        """Count the samples that match the filters `given`, by value of a column, with mean score and share of correct samples."""
+        """Count the samples matching the filters `given`, by value of a column, with mean score and share of correct samples."""
         if by not in (*WORDS, *NUMBERS, "part"):
             raise ValueError(f"by: {by!r} is none of {', '.join(WORDS + NUMBERS)}, part")
         where, values = conditions(given)

@@ -17,9 +17,9 @@ from roll_lite.observability.view.runs import PAGE, Run, find_runs
 
 REPORT_FILE = "report.html"
 STEPS, VALIDATIONS = 6, 2
-"""Number of training steps and validations whose samples are shown, evenly spread."""
+"""Training steps and validations whose samples are shown, evenly spread."""
 SAMPLES = 24
-"""Number of samples shown for each step and domain. Groups that begin among them are shown whole."""
+"""Samples shown per step and domain. Groups that begin among them are shown whole."""
 LONGEST_TEXT = 4000
 POINTS = 300
 REFERENCE = re.compile(r'<(?:link rel="stylesheet" href|script src)="page/([\w.]+)">(?:</script>)?')
@@ -51,7 +51,7 @@ def write_report(folder: Path) -> Path:
 
 
 def content(run: Run) -> dict[str, Any]:
-    """Return the data that the page would otherwise request from the server."""
+    """Data that the page would otherwise request from the server."""
     status = run.status()
     steps = status["steps"]
     shown = [*_spread(run.folder, "step", STEPS), *_spread(run.folder, "validation", VALIDATIONS)]

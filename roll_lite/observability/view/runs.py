@@ -98,14 +98,14 @@ class Run:
 
     def samples(self, name: str, mark: str = "") -> Iterator[dict[str, Any]]:
         """Yield the records of a sample file, from lines that contain `mark`, with two more keys: `kind` (step or validation) and `credit`
-        (the sample's record in credit/, or None)."""
+        (record in credit/, or None)."""
         credit = {(one["group"], one["index"]): one for one in lines_of(self.folder / "credit" / name)}
         for record in lines_of(self.folder / "samples" / name, mark):
             yield {**record, "kind": name.partition("_")[0], "credit": credit.get((record["group"], record["index"]))}
 
     def tokens(self, step: int, group: int) -> dict[int, list[dict[str, Any]]]:
-        """Return the tokens of a group's samples, {sample index: one dictionary per training row}. A dictionary's lists have an entry per
-        token: `texts`, `chosen` (True if chosen by the policy), and recorded columns of PER_TOKEN."""
+        """Tokens of a group's samples, {sample index: one dictionary per training row}. Its lists have an entry per token: `texts`,
+        `chosen` (True if by the policy), and recorded columns of PER_TOKEN."""
         batch = self.folder / "batches" / f"step_{step:06d}"
         rows: dict[int, list[dict[str, Any]]] = {}
         for file in [*sorted(batch.glob("rows_*.parquet")), *self.folder.glob(f"dumps/{batch.name}.parquet")]:
@@ -118,7 +118,7 @@ class Run:
         return rows
 
     def _texts(self, ids: list[int]) -> list[str]:
-        """Return each token's text, decoded in the context of the token before. Without a tokenizer, return token ids."""
+        """Text of each token, decoded in the context of the token before; without a tokenizer, token ids."""
         if self._tokenizer is None:
             return [f"[{one}]" for one in ids]
         pairs = [ids[max(0, place - 1) : place + 1] for place in range(len(ids))]

@@ -1,7 +1,5 @@
-"""Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
-
-The server gets `sandbox/guest.py` as a zip file and runs it.
-"""
+"""Backends that run programs: sandboxes on this machine, or a SandboxFusion server, which gets `sandbox/guest.py` as a zip file and runs
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from roll_lite.rewards.http.client import Addresses, HttpClient, HttpSettings, s
 from roll_lite.sandbox.pool import HARMLESS, Ended, Outcome, Pair, Program, SandboxPool, SandboxTrouble, ended_its_sandbox
 
 LATE_S = 15.0
-"""Seconds added to a job's wall-clock limit, for starting Python on the server."""
+"""Seconds added to a job's wall-clock limit for starting Python on the server."""
 CODE = """
 import sys
 sys.path.insert(0, "harness.zip")
@@ -40,7 +38,7 @@ class RemoteBackend(HttpSettings):
     name: Literal["sandbox_fusion"] = "sandbox_fusion"
     """The service's protocol."""
     url: Addresses
-    """URL, or list of URLs. Each request goes to the server with the fewest requests in progress."""
+    """URL, or list of URLs; a request goes to the one with the fewest in progress."""
     concurrency: PositiveInt = 16
     """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 60.0
@@ -64,7 +62,7 @@ class RemoteSandbox:
         return list(await asyncio.gather(*map(self._one, jobs)))
 
     async def _one(self, job: Program | Pair) -> Ended:
-        """Run a job. If the service fails on it twice but runs a harmless program in between, the job counts as the cause."""
+        """Run a job. If the service fails on it twice but runs a harmless program in between, blame the job."""
         ended = await self._asked(job)
         if isinstance(ended, SandboxTrouble) and ended.suspected and not isinstance(await self._asked(HARMLESS), SandboxTrouble):
             again = await self._asked(job)

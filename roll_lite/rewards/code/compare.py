@@ -13,16 +13,16 @@ LISTS = (list, tuple, range, collections.deque)
 NUMBERS = (int, float, decimal.Decimal, fractions.Fraction)
 A_HUNDREDTH = 0.01
 LEAST = 1e-12
-"""Difference up to which two numbers may differ by rounding alone, as in math.sin(math.pi)."""
+"""Difference that rounding alone may cause, as in math.sin(math.pi)."""
 
 
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
     """Return True if the output is as expected.
 
-    exact: equal in every character. lines: equal by line, ignoring white space at line ends and empty lines at the end. numeric: equal word
-    by word; two integers must be equal; if only the expected number is an integer, the absolute error may be at most `tolerance`;
-    otherwise, the relative or the absolute error. auto: as lines, but lines whose expected text has a decimal point are compared as
-    numeric, and an absolute error must also be at most a hundredth of the expected number.
+    exact: equal in every character. lines: equal by line, without white space at line ends and empty lines at the end. numeric: equal word
+    by word; two integers must be equal; `tolerance` limits the relative or the absolute error, but only the absolute one if the expected
+    number is an integer. auto: as lines, but lines whose expected text has a decimal point are compared as numeric, with an absolute error
+    of at most a hundredth of the expected number.
     """
     if compare == "exact":
         return expected == printed
@@ -59,8 +59,8 @@ def _close(wanted: float, found: float, relative: float, absolute: float) -> boo
 
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
-    """Return True if two values are equal as JSON (sequences as lists, keys as strings). `tolerance`: maximum relative error if the
-    expected number is not an integer."""
+    """Compare values as JSON (sequences as lists, keys as strings). `tolerance`: maximum relative error if the expected number is no
+    integer."""
     if isinstance(expected, LISTS) and isinstance(found, LISTS):
         pairs = zip(expected, found, strict=False)
         return len(expected) == len(found) and all(same_value(one, other, tolerance) for one, other in pairs)

@@ -13,15 +13,14 @@ Extract = Literal["auto", "fenced", "whole"]
 
 
 class Language(Section):
-    """Commands of a language. `run` runs the source, saved as `file`. `compile`, if given, must write the compiled program to file
-    descriptor 3; this is saved as `artifact`, and `run` runs it instead."""
+    """Commands of a language. `run` runs the source, saved as `file`, or what `compile` writes to file descriptor 3, as `artifact`."""
 
     file: str
     run: Annotated[list[str], Field(min_length=1)]
     compile: Annotated[list[str], Field(min_length=1)] | None = None
     artifact: str = "main"
     address_space: bool = True
-    """Limit the address space; false for interpreters that reserve much more memory than they use."""
+    """Limit the address space; false for interpreters that reserve far more memory than they use."""
 
 
 LANGUAGES: dict[str, Language] = {
@@ -40,7 +39,7 @@ BLOCK = re.compile(
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
-    """Return {name: language}; python has None. Raise ValueError for an unknown name or, with `local`, a missing interpreter."""
+    """Return {name: language}; python has None. ValueError for an unknown name or, with `local`, a missing interpreter."""
     found: dict[str, Language | None] = {}
     for name in names:
         plain = ALIASES.get(name.lower(), name.lower())
@@ -57,10 +56,10 @@ def known_languages(names: Sequence[str], commands: Mapping[str, Language], loca
 def extract_code(
     text: str, extract: Extract, languages: Collection[str] = (), needed: Collection[str] = (), ends_early: bool = False
 ) -> tuple[str, str] | None:
-    """Return (code, language tag) of a response's program; None if there is none.
+    """Return (code, language tag) of a response's program; None without one.
 
-    Candidates are blocks without a tag and blocks tagged with one of `languages`. Choose the block that defines the most names in `needed`;
-    on a tie, prefer a tagged block, then the last. `ends_early`: the response was cut off; ignore a block that is not closed.
+    Of several blocks, the one that defines the most names in `needed` counts; on ties, tags in `languages` come before no tag, and later
+    blocks before earlier ones. Blocks with other tags define nothing. `ends_early`: the response was cut off; ignore an unclosed block.
     """
     if extract != "whole":
         blocks = _blocks(text, ends_early)
@@ -86,8 +85,8 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """Return (code, language tag) of each fenced block. Skip an unclosed block if the response was cut off (`ends_early`) or if the block
-    has no tag: its fence may be the end of an earlier block."""
+    """Return (code, language tag) of each fenced block. Skip an unclosed one if the response was cut off (`ends_early`) or it has no tag:
+    its fence may be the end of an earlier block."""
     found: list[tuple[str, str]] = []
     for block in BLOCK.finditer(text):
         code, indent, tag = block["code"], block["indent"], block["tag"].lower()

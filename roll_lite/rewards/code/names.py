@@ -1,5 +1,5 @@
-"""Find which names in asserts a program must define, and whether a test can run outside the program's process. Only tests are read: a
-program could redefine `abs`, or choose where it is tested."""
+"""Find the names in asserts that a program must define, and the tests that can run outside its process. Only tests are read: a program
+could redefine `abs`, or choose where it is tested."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NEED_INSIDE = frozenset(
     {"asyncio", "Mock", "MagicMock", "patch", "redirect_stdout", "stdout", "stdin", "stderr", "builtins", "capsys", "inspect", "signature"}
     | {"GeneratorType", "islice", "takewhile", "next", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "gc", "weakref", "deepcopy"}
 )
-"""Names for which a test must run in the program's process: input and output, lazy values, object identity, the program's exit."""
+"""Names for which a test must run in the program's process: input and output, lazy values, object identity, exit."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def _is_constant(node: ast.AST) -> bool:
 
 
 def asserts_of(sources: Sequence[str], entry_point: str | None = None) -> list[Asserts]:
-    """Find the names that the program must define, by test. Raise ValueError if the tested function is unclear. A builtin such as `abs`
-    counts only if it is the entry point, or if every assert calls it and the tests use no other unknown name."""
+    """Find the names that the program must define, by test; ValueError if unclear. A builtin such as `abs` counts only if it is the entry
+    point, or if every assert calls it and the tests use no other unknown name."""
     tests = [_Test(source) for source in sources]
     named = _Test(entry_point).used if entry_point else set[str]()
     unnamed = [test.tree for test in tests if not test.own | named]
@@ -163,7 +163,7 @@ class _Test:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Return calls to append, such as `test_sum()`, for tests left to a test runner. ValueError if one is async or has arguments."""
+    """Calls to append, such as `test_sum()`, for tests left to a test runner. ValueError if one is async or has arguments."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

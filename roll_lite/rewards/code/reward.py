@@ -37,8 +37,8 @@ class CodeReward(RewardType):
     sandboxes; their results are judged outside. [code_reward.md](code_reward.md) describes test layouts, asserts, and what programs see.
 
     The program is searched for after the last `</think>`. Of several code blocks, the last one labelled with one of `languages` counts,
-    else the last without a label. If tests call functions, the last block that defines these counts, wherever it is. A block cut off by a
-    stop text extends to the end.
+    else the last without a label. If tests call functions, the block that defines the most of them counts. A block cut off by a stop text
+    extends to the end.
 
     ```yaml
     reward:
@@ -56,14 +56,13 @@ class CodeReward(RewardType):
     """tests: the response is a program; its tests are in the answer or `column`. expression: the response is a Python expression, whose
     value must equal the answer."""
     column: str | None = None
-    """Column with the tests; default: the answer holds them."""
+    """Column with the tests; default: the answer."""
     commands: dict[str, Language] = Field(default_factory=dict)
     """Further languages by name: `file`, the program's file name; `run`, its command; `compile`, the optional compiler command."""
     languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("python",)
-    """Languages that the response may be written in; the code block's label selects one."""
+    """Languages that responses may use; the code block's label selects one."""
     extract: Extract = "auto"
-    """Part of the response that is the program. fenced: a code block. whole: the whole response. auto: a block if there is one, else the
-    whole response."""
+    """Program in the response. fenced: a code block. whole: the whole response. auto: a block if there is one, else the whole response."""
     prelude: Annotated[str, AfterValidator(_is_python)] = ""
     """Python code to run before the program, such as imports that a data set presupposes: `from typing import *`."""
     score: Literal["all", "fraction"] = "all"
@@ -73,8 +72,8 @@ class CodeReward(RewardType):
     compare: Compare = "auto"
     """Comparison of output. exact: by character. lines: by line. numeric: numbers with a tolerance. auto: by line, decimals as numbers."""
     tolerance: NonNegativeFloat = 1e-6
-    """Maximum error of decimal numbers. Return values: relative error. Printed output (compare: numeric or auto): relative or absolute,
-    whichever allows more; if the expected number is an integer, only absolute."""
+    """Maximum error of decimal numbers. Return values: relative. Printed output (compare: numeric or auto): relative or absolute, whichever
+    allows more; only absolute if the expected number is an integer."""
     must_contain: tuple[str, ...] = ()
     """Texts that the program must contain."""
     forbid: tuple[str, ...] = ()
@@ -84,8 +83,8 @@ class CodeReward(RewardType):
     wall_s: PositiveFloat | None = None
     """Wall-clock time limit of one test; default: three times `test_s`."""
     total_s: PositiveFloat = 8.0
-    """CPU time limit of compiling a sample and all its tests. The wall-clock limit, three times as long, must be less than the reward's
-    `timeout_s`."""
+    """CPU time limit of compiling a sample and all its tests. The wall-clock limit is three times as long, and must be less than the
+    reward's `timeout_s`."""
     memory_mb: PositiveInt = 512
     """Memory limit of a program."""
     output_kb: PositiveInt = 1024
@@ -137,8 +136,7 @@ class CodeReward(RewardType):
         return f"programs run in a sandbox; {runner.describe()}" if isinstance(runner, SandboxPool) else "programs run in a remote sandbox"
 
     def longest_s(self) -> dict[str, float]:
-        """Return the limit of all tests. If the reward's `timeout_s` expired first, a slow program's sample would fail instead of scoring
-        0."""
+        """Limit of all tests. If `timeout_s` expired first, a slow program's sample would fail instead of scoring 0."""
         return {"total_s": WALL_PER_CPU * self.total_s}
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:

@@ -33,7 +33,7 @@ class Attempt:
     done: int = 0
     inside: int = 0
     spent_s: float = 0.0
-    """CPU seconds charged. Each process is charged at least a third of its wall-clock time."""
+    """CPU seconds charged: per process at least a third of its wall-clock time."""
     verdict: str = ""
     failure: RewardFailed | None = None
     artifact: bytes = b""
@@ -150,7 +150,7 @@ class Rounds:
             attempt.over = True
 
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
-        """Yield for each test why it failed; "" if it passed, RewardFailed if it cannot be judged."""
+        """Yield why each test failed; "" if it passed, RewardFailed if it cannot be judged."""
         if not group[0].asserts and not group[0].function:
             expected, printed = group[0].expected, ended.stdout.decode("utf-8", errors="replace")
             if ended.stopped:

@@ -28,7 +28,7 @@ class Test:
 
 
 def tests_of(sample: RewardInput, column: str | None) -> list[Test]:
-    """Read the sample's tests from `column`, or from its answer if `column` is None. Raise RewardFailed if it has no tests."""
+    """Tests of a sample, from `column` or, if None, its answer; RewardFailed without any."""
     if column is not None and column not in sample.columns:
         raise RewardFailed(f"reward code: there is no column {column!r} with tests")
     given = sample.answer if column is None else sample.columns[column]
@@ -86,8 +86,8 @@ def _needed(function: str | None) -> str:
 
 
 def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
-    """Read parallel lists of inputs and outputs (APPS, TACO). If a function is tested and every output is a list of one item, accept the
-    bare item too."""
+    """Read parallel lists of inputs and outputs (APPS, TACO). If every output of a function is a list of one item, accept the bare item
+    too."""
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
     tests = [_pair(one, other, function) for one, other in zip(inputs, outputs, strict=True)]
@@ -97,8 +97,8 @@ def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function:
 
 
 def _pair(given: Any, expected: Any, function: str | None) -> Test:
-    """Read an input and an output. Without `function`, they are stdin and stdout: texts or lists of lines. With `function`, `given` is a
-    list of arguments, or a text with one JSON value per line (LiveCodeBench)."""
+    """Read an input and an output. Without `function`: stdin and stdout, as texts or lists of lines. With it, `given` is a list of
+    arguments, or a text with one JSON value per line (LiveCodeBench)."""
     if function is None:
         stdin, stdout = ("\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (given, expected))
         return Test(stdin=stdin, expected=stdout)
@@ -115,7 +115,7 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """Append missing calls that run the tests, such as `check(f)`. Return one copy of the source per call: each is a test."""
+    """Append missing calls that run the tests, such as `check(f)`: one copy of the source per call, each a test."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:

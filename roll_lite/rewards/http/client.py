@@ -26,8 +26,8 @@ ABOUT_THE_CONTENT = (400, 403, 413, 422, 500)
 
 
 def _is_set(variable: str) -> str:
-    """Return `variable` if an environment variable of this name is set, else raise ValueError. Messages omit the name: a user may have
-    entered the key itself."""
+    """Return `variable` if an environment variable of this name is set, else ValueError. Messages omit the name: a user may have entered
+    the key itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ValueError("is no name of an environment variable; the key itself must not stand here")
     if not os.environ.get(variable, "").strip():
@@ -74,7 +74,7 @@ class AskingReward(RewardType, HttpSettings):
 
 
 class ServiceRefused(ResponseSuspected):
-    """Error: the service refused the request, perhaps because of the model's response."""
+    """Refusal of a request by the service, perhaps because of the model's response."""
 
 
 class _Failed(Exception):
@@ -100,8 +100,8 @@ class _Url:
         return self.failures == 0 or (self.requests == 0 and monotonic() >= self.rests_until)
 
     def rank(self) -> tuple[float, ...]:
-        """Sort key: available URLs first, then URLs with the fewest requests. Ties are broken at random, so that workers do not all begin
-        with the same URL."""
+        """Sort key: available URLs first, then those with the fewest requests; ties at random, so that workers do not all begin with the
+        same URL."""
         return (0.0 if self.is_available() else self.rests_until, self.requests, random.random())
 
 
@@ -117,7 +117,7 @@ class HttpClient:
         self._client = httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=settings.trust_env)
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """Return the answer's JSON and the URL, without secrets. ServiceRefused if the service rejects `payload`; RewardFailed if all
+        """Return the answer's JSON and the URL, without secrets. ServiceRefused if the service rejects `payload`, RewardFailed if all
         attempts fail."""
         try:
             body = json.dumps(payload)

@@ -77,9 +77,8 @@ class JudgeReward(AskingReward):
     api: Api = "chat"
     """API of the endpoint."""
     template: Annotated[str, AfterValidator(checked_template)] = TEMPLATE
-    """Question to the judge. {question} (as in the data), {prompt} (with the chat template), {response}, {answer} and data columns in
-    braces are filled in; {{ and }} give braces. {fence} becomes a line that the response cannot contain, to put before and after the
-    response."""
+    """Question to the judge. Filled in: {question} (as in the data), {prompt} (with the chat template), {response}, {answer} and data
+    columns in braces; {{ and }} give braces. {fence} becomes a line that the response cannot contain, to put before and after it."""
     system: str | None = None
     """System message."""
     pattern: Pattern | None = None
@@ -207,11 +206,11 @@ colon, and Thai and Lao, which have no full stop."""
 def read_verdict(
     text: str, pattern: str | None = None, choices: Mapping[str, float] | None = None, scale: tuple[float, float] | None = None
 ) -> tuple[float, str] | None:
-    """Return (value, text) of the judge's own verdict; quoted verdicts are ignored. None without a verdict, or if the search takes too
-    long.
+    """Return (value, text) of the judge's own verdict, not a quoted one. None without a verdict, or if the search takes too long.
 
     With `pattern`, the verdict is the first group of its last match, or the whole match; otherwise the last line ("Verdict: yes") or a
-    final JSON object. `choices` gives each verdict's value; without `choices`, the verdict is a number, which `scale` maps to 0..1.
+    final JSON object. `choices`: values of verdicts. Without it, the verdict is a number, which `scale` maps to 0..1; without all three,
+    yes (1) or no (0).
     """
     choices = {"yes": 1.0, "no": 0.0} if (choices, pattern, scale) == (None, None, None) else choices
     known = None if choices is None else {choice.strip().casefold(): value for choice, value in choices.items()}

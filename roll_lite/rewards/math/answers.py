@@ -45,8 +45,7 @@ UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bi
 
 
 def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
-    """Return the answer in a response, or "". `in_words`: the reference is in words; return text up to its line's end instead of a
-    formula."""
+    """Return the answer in a response, or "". `in_words`: the reference is in words; return text up to its line's end, not a formula."""
     text = plain_boxes(response)
     if extract == "number":
         return "" if in_words else (LAST_NUMBER.findall(text) or [""])[-1]
@@ -69,7 +68,7 @@ def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
 
 
 def _in_text(text: str, runs: list[tuple[int, int]]) -> str:
-    """Return the formula after "the answer is", else the last one, with formulas that "or" joins to it. `runs`: (start, end) of each
+    """Return the formula after "the answer is", else the last one, with formulas joined to it by "or". `runs`: (start, end) of each
     formula."""
     stated = [
         run for one in STATED.finditer(text) for run in runs if run[0] >= one.end() and not re.search(r"\w", text[one.end() : run[0]])
@@ -114,10 +113,8 @@ def _is_balanced(text: str) -> bool:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Return the words of at least `shortest` letters and the Chinese characters, except function names and LaTeX commands.
-
-    Unless `shortest` is 2, "and", "for" and alphabet runs are excluded too: xyz may be a product.
-    """
+    """Words of at least `shortest` letters, and Chinese characters, except function names and LaTeX commands. Unless `shortest` is 2,
+    "and", "for" and alphabet runs are excluded too: xyz may be a product."""
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 

@@ -79,7 +79,7 @@ def parse(text: str) -> Parsed:
 
 
 def _computes_infinity(expression: Any) -> bool:
-    """True if the expression computes with infinity, as |oo - 4|: math-verify would find it close to every number."""
+    """True if the expression computes with infinity, as |oo - 4|, which math-verify finds close to every number."""
     import sympy
 
     computed = expression.atoms(sympy.Add, sympy.Mul, sympy.Pow, sympy.Function)
@@ -103,8 +103,7 @@ def library() -> Any:
 
 
 def same_number(gold: Quantity, found: Quantity) -> bool | None:
-    """Return True if two quantities are equal: exactly or, if one is a decimal, within the tolerances. None if their units are
-    incompatible."""
+    """Compare quantities: exactly or, if one is a decimal, within the tolerances. None if their units are incompatible."""
     factor = ratio(found.unit, gold.unit)
     if factor is None:
         return None
@@ -117,7 +116,7 @@ def same_number(gold: Quantity, found: Quantity) -> bool | None:
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
     """Return a numeral with a base (1001_2, 0x2A) in lower case without leading zeros, the shares of a ratio's parts (2/5 and 3/5 for 2:3),
-    or () for other text."""
+    else ()."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
         return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)
@@ -157,7 +156,7 @@ def list_of(text: str) -> list[str]:
 
 
 def same_expression(gold: Parsed, found: Parsed) -> bool:
-    """Compare two parsed formulas with math-verify; rational constants exactly, since math-verify takes tiny numbers for 0."""
+    """Compare formulas with math-verify; rational constants exactly, since math-verify takes tiny numbers for 0."""
     import sympy
 
     if all(isinstance(one, sympy.Expr) and one.is_number for one in (*gold, *found)):
@@ -204,8 +203,7 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _work(expression: Any) -> tuple[int, int, int, int]:
-    """Count the operations that an answer leaves undone: (additions, additions in denominators, products, powers of powers such as
-    (x^2)^5)."""
+    """Count operations left undone: (additions, additions in denominators, products, powers of powers such as (x^2)^5)."""
     import sympy
 
     parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]

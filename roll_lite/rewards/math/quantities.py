@@ -57,7 +57,7 @@ KNOWN = {
     for name in names.split()
 }
 """{name: (kind, size)} of units, such as ("length", size in base units). Three kinds mark words that are no units. "": scales, such as
-million. "^": square and cubic; the size is the next unit's exponent. "/": per; the exponents of units after it are negative."""
+million. "^": square and cubic; the size is the next unit's exponent. "/": per; exponents after it are negative."""
 PREFIXES = {"n nano": -9, "µ micro": -6, "m milli": -3, "c centi": -2, "d deci": -1, "k kilo": 3, "M mega": 6, "G giga": 9, "T tera": 12}
 METRIC = "m meter metre s second g gram l liter litre Pa pascal Hz hertz eV W watt J joule N newton V volt mol mole"
 for _prefix, _power in PREFIXES.items():
@@ -189,7 +189,7 @@ def _unit_of(text: str) -> tuple[Unit, Fraction]:
 
 
 def ratio(one: Unit, other: Unit) -> Fraction | None:
-    """Factor that converts unit `one` to `other`: 1 if either is unknown, None if incompatible."""
+    """Factor from unit `one` to `other`: 1 if either is unknown, None if incompatible."""
     if one[0] is None or other[0] is None:
         return Fraction(1)
     return one[1] / other[1] if one[0] == other[0] else None

@@ -173,8 +173,8 @@ def _verdict(gold: Reference, answer: str) -> str:
 
 
 def _is_about(name: str, before: list[str]) -> bool:
-    """Return False if the answer is an equation about another variable than `name`: x^2 = 1 if x is asked for. `before`: sides of the
-    equation without the last."""
+    """Return False if the answer is an equation about another variable than `name`: x^2 = 1 if x is asked for. `before`: its sides without
+    the last."""
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""
     if first in ("", name):
@@ -188,7 +188,7 @@ def _has_variable(text: str) -> bool:
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
-    """Split a formula into (formula, unit). With variables, a bare last letter counts as a variable: x+3m has no unit."""
+    """Split a formula into (formula, unit). With variables, a bare last letter is a variable: x+3m has no unit."""
     text = unwrapped(text)
     body, unit, scale = split_unit(text)
     is_term = VARIABLE.search(re.sub(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?", " ", body)) and re.search(r"[A-Za-z]\Z", text)
@@ -219,7 +219,6 @@ def _reference(text: str, cpu_limit_s: float) -> Reference:
 
 
 def _read_reference(text: str) -> Reference:
-    """Read a reference answer. Raise ValueError if it has several parts, counts several things, or is a sentence with formulas."""
     text = plain_boxes(BEFORE.sub("", tidy(text.strip())))
     text = unwrapped(", ".join(box.strip() for box in last_boxes(text)) or text)
     if said := _in_words(text):

@@ -15,21 +15,21 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum wait for async functions before the scorer returns and the next call can add samples."""
+"""Maximum wait for async functions: after it the scorer returns, and the next call can add samples."""
 LINGER_SECONDS = 0.005
 LEAST_SECONDS = 0.01
 """Minimum time limit of a function, even if the sample's limit is used up."""
 KILL_FACTOR = 3
-"""Multiple of the time limit after which reward processes are killed: CPU time limits inside take longer on busy machines."""
+"""Multiple of the time limit after which reward processes are killed: CPU time limits take longer on busy machines."""
 
 
 @dataclass
 class Scored:
     results: dict[int, Score | str | None] = field(default_factory=dict)
-    """{item number: score, or cause of failure, or None if not scored yet}. Pass an item with None in again."""
+    """{item number: score, cause of failure, or None if not scored yet}. Pass an item with None in again."""
     seconds: float = 0.0
     interrupted: bool = False
-    """True if the process must be replaced, because a time limit interrupted a function."""
+    """True if the process must be replaced: a time limit interrupted a function."""
     suspects: set[int] = field(default_factory=set)
     """Samples whose shared call timed out; any of them may be the cause."""
 
@@ -78,10 +78,7 @@ class BatchScorer:
         return cls(reward, config.timeout_s, format_check(config)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score items.
-
-        Items that are not begun within `slice_s` get None. Async items may stay in flight; a later call returns their results.
-        """
+        """Score items. Those not begun within `slice_s` get None. Async items may stay in flight; a later call returns their results."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))

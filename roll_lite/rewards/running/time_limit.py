@@ -13,16 +13,15 @@ REPEAT_S = 0.2
 
 
 class TimeLimitExceeded(Exception):
-    """A computation was stopped at its time limit."""
+    """Computation stopped at its time limit."""
 
 
 class _Interruption(BaseException):
-    """Interrupts a computation. It is a BaseException, because computations catch Exception."""
+    """Interruption of a computation. A BaseException, because computations catch Exception."""
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
-    """Return call(). Raise TimeLimitExceeded after `seconds` of CPU time, which does not depend on how busy the machine is. Main thread
-    only.
+    """Return call(). TimeLimitExceeded after `seconds` of CPU time, which does not depend on the machine's load. Main thread only.
 
     With `waiting`, the limit is in wall-clock time, paused while a nested call counts CPU time.
     """

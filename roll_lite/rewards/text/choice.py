@@ -39,8 +39,8 @@ class ChoiceReward(RewardType):
     characters are read."""
     options: str = "options"
     """Column with the options' texts: a list in the order of the letters, a dict by letter, or `{"text": [...], "label": [...]}` as in ARC
-    and CommonsenseQA. Without this column, and for options whose texts differ only in case, only letters count as a choice. If the labels
-    are not letters (1 to 4 in some rows of ARC), the options are lettered A, B, C and so on, and the prompt should show these letters."""
+    and CommonsenseQA. Without it, and for options whose texts differ only in case, only letters count as a choice. If the labels are not
+    letters (1 to 4 in some rows of ARC), the options are lettered A, B, C and so on; the prompt should show these letters."""
     letters: Annotated[int, Field(ge=1, le=26)] = 26
     """Number of options if no column lists them."""
 
@@ -66,7 +66,7 @@ class ChoiceReward(RewardType):
 
 
 def _options(column: Any, name: str, letters: int) -> tuple[dict[str, str], dict[str | int, str]]:
-    """Return {letter: text of the option} (texts are empty without a column), and {letter, label or list index: letter}."""
+    """Return {letter: option's text} (empty without a column), and {letter, label or list index: letter}."""
     column = dict.fromkeys(ALPHABET[:letters], "") if column is None else column
     labels, texts = None, column
     if isinstance(column, dict):

@@ -157,8 +157,8 @@ def _paired(ids: Any, arguments: Any, where_ids: str, where_arguments: str) -> l
 
 
 def _asked(name: Any, given: Any) -> Asked:
-    """Return an instruction's id and arguments. Drop null arguments and convert whole floats to integers, because tabular data sets store
-    unused arguments as null and integers as floats."""
+    """Return an instruction's id and arguments. Null arguments are dropped and whole floats become integers: tabular data sets store unused
+    arguments as null and integers as floats."""
     given = _parsed(given, f"{name}: arguments")
     if given is not None and not isinstance(given, Mapping):
         raise RewardFailed(f"reward instruction: {name}: arguments must be a dict, got {given!r:.80}")

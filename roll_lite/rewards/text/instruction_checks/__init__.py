@@ -25,7 +25,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _text(name: str, value: Any) -> str:
-    """Return a text argument. Raise ValueError if it is blank, as every response contains blank text."""
+    """Check a text argument. ValueError if it is blank, as every response contains blank text."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} must be a text with something in it, got {value!r}")
     return value

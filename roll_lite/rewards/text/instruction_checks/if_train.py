@@ -38,8 +38,8 @@ def copies(response: str, prompt_to_repeat: str, N: int) -> bool:
 
 
 def copy_span_idx(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """Check that the response is the prompt's characters n_start to n_end, ignoring case. The last one may be missing, as in the data set's
-    own check."""
+    """Check that the response is the prompt's characters n_start to n_end, ignoring case. The last may be missing, as in the data set's own
+    check."""
     return response.strip().lower() in [prompt_to_repeat[n_start:end].strip().lower() for end in (n_end, n_end + 1)]
 
 

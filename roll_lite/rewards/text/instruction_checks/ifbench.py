@@ -63,8 +63,8 @@ def sentence_words(response: str) -> bool:
 
 
 def overlap(response: str, reference_text: str, percentage: float) -> bool:
-    """Check that `percentage` percent of the response's distinct character trigrams occur in `reference_text`, within OVERLAP_OFF
-    points."""
+    """Check that `percentage` percent (within OVERLAP_OFF points) of the response's distinct character trigrams occur in
+    `reference_text`."""
     ours, theirs = ({text[start : start + 3] for start in range(len(text) - 2)} for text in (response, reference_text))
     return bool(ours) and abs(100 * len(ours & theirs) / len(ours) - percentage) <= OVERLAP_OFF
 

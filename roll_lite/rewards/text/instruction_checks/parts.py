@@ -59,7 +59,7 @@ def end_mark(sentence: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text in lower case, without punctuation. Hyphens and apostrophes do not split words."""
+    """Words of a text in lower case, without punctuation. Hyphens and apostrophes do not split words."""
     return [word for word in text.lower().translate(NO_MARKS).split() if any(character.isalnum() for character in word)]
 
 
