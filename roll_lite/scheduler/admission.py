@@ -13,7 +13,7 @@ from roll_lite.scheduler.supply import Pacing
 
 
 class Admission:
-    """Starts prompts of all domains in proportion to their shares, limited by staleness and by the queues of engines and rewards."""
+    """Starts prompts in proportion to the domains' shares, limited by staleness and by the queues of engines and rewards."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Admission:
         self._batches = batches
         self._loop = asyncio.get_running_loop()
         self._behind: set[str] = set()
-        """Domains with too many unscored samples. They start no prompts for later batches."""
+        """Domains with too many unscored samples: they start no prompts for later batches."""
         self._looked = 0.0
 
     def admit(self) -> None:
@@ -80,7 +80,7 @@ class Admission:
         return self._router.has_room(self.announced, self._announced_tokens)
 
     def drop_exhausted(self) -> bool:
-        """Remove domains without further prompts from the batch plan. Return True if no domain remains."""
+        """Drop domains without further prompts from the batch plan. Return True if none is left."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted:
                 self.plan.drop(name)
@@ -90,8 +90,7 @@ class Admission:
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the staleness limit of the domain's next batch: groups admitted at a smaller `batches_requested` are too old for this
-        batch."""
+        """Return the smallest `batches_requested` at admission with which a group is fresh enough for the domain's next batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 
@@ -108,7 +107,7 @@ class Admission:
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Return how many samples each domain may start for later batches, so that at most one batch waits for scores."""
+        """Return how many samples each domain may start for later batches: at most one batch waits for scores."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}

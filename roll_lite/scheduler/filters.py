@@ -1,5 +1,5 @@
-"""Dynamic sampling: filter finished sample groups before training, by scores or a user's function. Groups of other prompts replace them,
-within the limit `tries`."""
+"""Dynamic sampling: filter finished sample groups by scores or a user's function. Groups of other prompts replace them, within the limit
+`tries`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roll_lite.data.samples import SampleGroup, Score
 from roll_lite.data.user_function import load_function
 
 LOW, HIGH, FUNCTION = "low", "high", "function"
-"""Reasons for filtering: statistic too low or too high, or rejection by the user's function."""
+"""Reasons for filtering: statistic too low, too high, rejected by the user's function."""
 
 
 class LeftOut(NamedTuple):

@@ -20,11 +20,11 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups sorted by number, including failed samples, for dumps."""
+    """Groups by number, failed samples included for dumps."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
-    """Ledger lines: one per group ended since the last batch, then one for this batch."""
+    """Ledger lines: one per group that ended since the last batch, then one for this batch."""
 
 
 class RolloutService:
@@ -64,7 +64,7 @@ class RolloutService:
         self._validation: Validation | None = None
         self._next_held_out = 0
         self._draining = False
-        """True while a weight update waits for running responses: held-out prompts do not start."""
+        """True while a weight update waits for running responses: validation prompts do not start."""
         calls = self._number_group, self._group_ended, self._break_off, self._group_left_out
         self._schedulers = {
             name: DomainScheduler(domain, self._runners[name], self._recorder, *calls) for name, domain in self._domains.items()
@@ -99,7 +99,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Return how many held-out samples may run: the capacity that training leaves free, but at least 1 / (1 + number of domains) of all
+        """Return how many validation samples may run: what training leaves free, but at least 1 / (1 + number of domains) of the
         capacity."""
         assert self._validation is not None
         longest = self._validation.longest.items()
@@ -122,7 +122,7 @@ class RolloutService:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """Wait for a batch of `prompts` groups, divided by the domains' shares; smaller if filter tries or prompts run out."""
+        """Wait for a batch of `prompts` groups, divided by the domains' shares. It is smaller if filter tries or prompts run out."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission, self._before = self._admission, self._counts()
@@ -196,8 +196,8 @@ class RolloutService:
     # ------------------------------------------------------------ weights
 
     async def hold(self) -> None:
-        """Prepare for a weight update, which `set_version` ends. DRAIN waits for running responses, ABORT interrupts them, PAUSE only stops
-        the timeout clock (the first bucket of weights pauses the engines)."""
+        """Prepare for a weight update, which `set_version` ends. DRAIN waits for running responses, ABORT interrupts them, PAUSE stops the
+        timeout clock (the first bucket of weights pauses the engines)."""
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
@@ -251,8 +251,8 @@ class RolloutService:
             scheduler.cancel()
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return the state after `batches` batches: all that were handed out (default), or all but the last. Groups of later batches count
-        as undelivered."""
+        """Return the state after `batches` batches: all handed out (default), or all but the last. Groups of later batches count as
+        undelivered."""
         batches = self._admission.handed_out if batches is None else batches
         undo = batches < self._admission.handed_out
         counts = self._before if batches < self._admission.batches_requested else self._counts()
@@ -267,7 +267,7 @@ class RolloutService:
         return {**self._admission.state_dict(), **self._totals.state_dict(), "ledger": self._ledger}
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Return {group number: {index: state}} of the samples undelivered in `state` (an earlier `state_dict`), with current tokens and
+        """Return {group number: {index: state}} of samples undelivered in `state`, an earlier `state_dict`, with their current tokens and
         scores."""
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():
@@ -293,6 +293,6 @@ def _held_out(domain: str) -> str:
 
 
 def accepted(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """Return the groups without failed samples. Groups with no sample left are dropped."""
+    """Return the groups without failed samples; drop groups with none left."""
     kept = [replace(group, samples=tuple(s for s in group.samples if s.outcome is SampleOutcome.ACCEPTED)) for group in groups]
     return [group for group in kept if group.samples]

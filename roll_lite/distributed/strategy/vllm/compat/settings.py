@@ -63,7 +63,7 @@ SETTINGS = {
     "enforce_eager": "enforce_eager",
     "enable_expert_parallel": "expert_parallel",
 }
-"""{refused engine argument: key of the section `strategy` to use instead}."""
+"""{refused engine argument: key of `strategy` to use instead}."""
 FIELDS = (("engine/arg_utils.py", "EngineArgs"), ("engine/arg_utils.py", "AsyncEngineArgs"))
 SERVER_FIELDS = (*FIELDS, ("entrypoints/launchers/cli_args.py", "BaseFrontendArgs"), ("entrypoints/launchers/cli_args.py", "FrontendArgs"))
 
