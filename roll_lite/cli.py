@@ -189,7 +189,7 @@ def _tables(config: RunConfig) -> str:
 
 
 def _evaluation(parsed: argparse.Namespace, given: Sequence[str]) -> list[str]:
-    """Turn the command `evaluate` into `run` or, with several models, a sweep: change `parsed` and return the overrides."""
+    """Turn the command `evaluate` into `run` or, with several models, a sweep: change `parsed`, return the overrides."""
     keys = [text.partition("=") for text in given]
     models = [text for text, (key, sign, _) in zip(given, keys, strict=True) if not sign or isinstance(parse_override(f"{key}=0"), Problem)]
     models = [text for text in models if not text.startswith(("+", "~"))]
@@ -531,8 +531,6 @@ def _variable(name: str) -> str:
 
 
 def _number(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `least` to `most`."""
-
     def read(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(

@@ -1,6 +1,6 @@
-"""Read and write files, use folders in object stores, and change environment variables for a block.
+"""Read and write files, use folders in object stores, change environment variables for a block.
 
-Reading raises ValueErrors that name the file. Only plain files are opened: a pipe or device might never end.
+Reading raises ValueErrors that name the file. Only plain files are opened: pipes and devices might never end.
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ def flush(paths: Iterable[Path]) -> None:
 @contextmanager
 def replacing(path: Path, has_other_writers: bool = True) -> Iterator[Path]:
     """Replace a file atomically: the block writes the draft whose path is yielded, which then replaces `path`. If the block fails, the
-    draft is removed: on a full disk, recording the run's end needs its space.
+    draft is removed: recording the run's end may need its space on a full disk.
 
-    `has_other_writers`: each process writes its own draft. Otherwise drafts have one name, and one that a killed process left is
-    overwritten.
+    `has_other_writers`: each process has its own draft. Otherwise drafts have one name, and one left by a killed process is overwritten.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.partial" if has_other_writers else f"{path.name}.partial")
     try:
@@ -206,6 +205,7 @@ def first_line(error: BaseException) -> str:
 
 
 def listed(names: Sequence[object]) -> str:
+    """List up to five names, and the number of others."""
     return ", ".join(map(str, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

@@ -1,7 +1,7 @@
 """Hugging Face hub names as model folders and data files.
 
 While the driver loads a configuration (in `online`), names are resolved to commits, missing files downloaded, and names become paths in
-this node's cache. Other nodes use their own caches (`HubPath`).
+this node's cache. Other nodes use their own (`HubPath`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _tell: ContextVar[Tell | None] = ContextVar("_tell", default=None)
 
 
 class HubPath(PosixPath):
-    """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit, since the
-    receiving node uses its own cache."""
+    """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit: other
+    nodes have their own caches."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         found = _CACHED.search(str(self))
@@ -73,8 +73,8 @@ def online(tell: Tell) -> Iterator[None]:
 
 
 def located(path: Path, kind: Kind) -> HubPath | None:
-    """Return a hub name's path in the cache; None for a local path. A model may be `owner/name` without hf://, unless this machine has that
-    path or a folder `owner`."""
+    """Return a hub name's path in the cache; None for a local path. A model may be `owner/name` without hf://, unless that path or a folder
+    `owner` is here."""
     text = str(path)
     if text.startswith(SCHEME):
         return _located(text.removeprefix(SCHEME).lstrip("/"), kind)
@@ -178,7 +178,7 @@ class _Repository(NamedTuple):
             return HfApi().resolve_revision(self.name, repo_type=self.kind, revision=revision or None).resolved
 
     def download(self, commit: str, rest: str, tell: Tell, weights: bool = True) -> list[Path]:
-        """Download missing files of a model (`weights`: with weights) or of a data set's split (`rest`: `[configuration or
+        """Download missing files of a model (with weights, if `weights`) or of a data set's split (`rest`: `[configuration or
         file]?split=...`). Return all files."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -281,7 +281,7 @@ def split_of(name: str) -> str:
 
 def chosen(names: Sequence[str], rest: str) -> list[str]:
     """Return the data files that `rest` selects (`[configuration or file]?split=...`). A configuration is a folder not named `data` or
-    after a split. ValueError, with the choices, if none or several match."""
+    after a split. ValueError, with the choices, unless one matches."""
     wanted, _, query = rest.partition("?")
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):

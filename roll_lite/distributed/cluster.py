@@ -1,5 +1,4 @@
-"""Cluster of one role's Ray actors (ranks). A call names a method of the worker class: `cluster.start_scatter(ActorWorker.train_step,
-shards)`.
+"""Cluster of one role's Ray actors (ranks). A call names a method of the worker class: `cluster.start_scatter(ActorWorker.train, shares)`.
 
 `all` calls every rank, `one` rank 0, `each` the living ranks of a role with independent ranks (engines). Ranks with data-parallel rank i
 form group i; its head returns the outputs. `start_scatter` sends shard i to all ranks of group i, `heads_scatter` to its head.
@@ -50,7 +49,7 @@ class ClusterSpec:
     initial_ranks: int | None = None
     """Ranks that start with the cluster; None: all. Later ranks start when devices become free, and count as lost until then."""
     check_places: Callable[[str, list[Place]], None] = lambda name, places: None
-    """Called at each start of the cluster with its name and its ranks' places, before other calls."""
+    """Called at each start with the cluster's name and its ranks' places, before other calls."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
@@ -87,8 +86,8 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Return (Ray actor class, options of liveness calls). Options None: no liveness calls. They select threads that answer while a method
-    runs; actors with coroutines need none."""
+    """Return (Ray actor class, options of liveness calls). None: no such calls. Options select threads that answer while a method runs;
+    actors with coroutines need none."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")

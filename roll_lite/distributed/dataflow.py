@@ -92,7 +92,7 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """{column: for each batch row, (index in `_refs` of the object that holds its value, or NOWHERE; position in that object)}."""
+        """{column: for each batch row, (index in `_refs` of the object with its value, or NOWHERE; position in that object)}."""
         self.add(blocks)
 
     def __len__(self) -> int:

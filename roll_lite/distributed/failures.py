@@ -17,7 +17,8 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """Error: a rank raised an exception, died or timed out. The cluster's ranks have been killed, except when `pending.pause` times out."""
+    """Error: a rank raised an exception, died or timed out. `pending._end` kills the cluster's ranks first; other raisers, such as
+    `pending.pause`, do not."""
 
     def __init__(self, role: str, rank: int, phase: str, cause: str, retryable: bool = False) -> None:
         super().__init__(role, rank, phase, cause, retryable)
@@ -34,7 +35,7 @@ class RankFailed(RuntimeError):
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
 
     def final(self, restarts: int, setting: str, when: str = "within an hour") -> RankFailed:
-        """Return a copy that is not retryable and ends the run. The message names the restarts and the `setting` that limits them."""
+        """Return a copy that is not retryable: the run ends. Its message names the restarts and the `setting` that limits them."""
         first, _, rest = self.cause.partition("\n")
         why = f"after {restarts} restarts {when}, {setting}"
         final = RankFailed(self.role, self.rank, self.phase, f"{first} ({why})\n{rest}".rstrip())
@@ -48,7 +49,7 @@ class RestartBudget:
         self._times: dict[Hashable, list[float]] = {}
 
     def allows(self, name: Hashable, restarts: int) -> bool:
-        """Count a restart and return True; False if `name` had `restarts` restarts within the budget's seconds."""
+        """Count a restart and return True; False if `name` had `restarts` within the budget's seconds."""
         now = time.monotonic()
         times = self._times[name] = [at for at in self._times.get(name, []) if now - at < self._seconds]
         if len(times) >= restarts:

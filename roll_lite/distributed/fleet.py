@@ -69,7 +69,7 @@ class Fleet(Generic[M]):
     """Starts, watches and restarts members.
 
     `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it ends
-    the fleet. `down(error)` is called once: no member is left, or an exception has ended the fleet.
+    the fleet. `down(error)` is called once: when no member is left, or at such an exception.
     """
 
     def __init__(
@@ -270,6 +270,6 @@ class Fleet(Generic[M]):
 
 
 async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[], bool]) -> str:
-    """Call `ask` periodically while the member is not busy. Return a message when an answer takes longer than SILENCE_SECONDS."""
+    """Call `ask` periodically while not busy. Return a message when an answer takes longer than SILENCE_SECONDS."""
     limit_s = await Heartbeat(ask, SILENCE_SECONDS, ASK_SECONDS, is_busy=is_busy).until_silent()
     return f"it had nothing to do, and did not answer within {limit_s:g} s"

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def bind_to_gpu(properties: Any, root: Path = Path("/")) -> set[int]:
-    """Bind this process and its later threads and children to the CPUs of its GPU's NUMA node; host memory is then allocated there. Return
+    """Bind this process, with later threads and children, to the CPUs of its GPU's NUMA node, where host memory is then allocated. Return
     the CPUs; empty if unchanged (one node, no information, bound by the user). `root`: parent of `sys` and `proc`."""
     place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     device, allowed = root / "sys/bus/pci/devices" / place, os.sched_getaffinity(0)

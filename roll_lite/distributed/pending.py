@@ -1,4 +1,4 @@
-"""Wait for calls to ranks. A failing or dying rank of any cluster ends every wait."""
+"""Wait for calls to ranks. A rank's death ends every wait, unless its cluster's ranks are independent (`live_alone`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLL_SECONDS = 1.0
 """Maximum length of one `ray.wait`: Ctrl-C and timeouts are noticed in between."""
 KILLED = "ray.kill"
 BLAME_SECONDS = 2.0
-"""Seconds to look for a dead rank after another reports a broken connection."""
+"""Seconds to look for a dead rank after another's broken connection."""
 STACK_SECONDS = 3.0
 MOST_STACKS = 8
 DUMP_SECONDS = 0.5
@@ -115,8 +115,8 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 
 
 def raise_all_dead(group: RankGroup) -> NoReturn:
-    """Raise the failure of a cluster without living ranks. If the process that manages them dies within BLAME_SECONDS, raise its failure,
-    which names the cause."""
+    """Raise the failure of a cluster without living ranks; if the process that manages them dies within BLAME_SECONDS, its failure, which
+    names the cause."""
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])
@@ -151,8 +151,8 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Sleep half a second in a loop that waits for an event (`waits_for`, for messages). RankFailed if any rank fails or, blaming `rank`,
-    if the phase times out."""
+    """Sleep half a second in a loop that waits for an event (`waits_for`, for messages). RankFailed if a rank fails or, blaming `rank`, if
+    the phase times out."""
     WATCHDOG.check()
     limit = WATCHDOG.nearest
     if limit is not None and time.monotonic() >= limit.deadline:
@@ -220,7 +220,7 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank; if it ended because its Fleet's members died, that of the last member."""
+    """Raise the failure of a dead rank or, if it ended because its Fleet's members died, of the last member."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):
@@ -269,7 +269,7 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str, bla
 
 def at_fault(ranks: Sequence[int], stands: Mapping[int, Stand]) -> int:
     """Return the rank to blame for a hang: the first without a Stand (report of its collectives), else the first that others wait for and
-    that waits for none. In a process group, ranks that have begun more collectives wait for those with fewer."""
+    that waits for none. In a process group, ranks wait for ranks that have begun fewer collectives."""
     if silent := [rank for rank in ranks if rank not in stands]:
         return silent[0]
     numbers: dict[str, list[int]] = {}
@@ -316,7 +316,7 @@ def _stack_traces(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, S
 
 
 def _dumped(place: Place | None, log: Path | None) -> str:
-    """Return the stacks that a process on this node writes on SIGUSR1, even if it never releases the GIL."""
+    """Return the stacks that a process here writes on SIGUSR1, even if it never releases the GIL."""
     process = None if place is None else place.process
     if process is None or is_stopped(process) or log is None or not log.exists():
         return ""

@@ -27,7 +27,7 @@ from roll_lite.config.schema.run import PlacementConfig
 from roll_lite.distributed.place import on_node
 
 NODE_SHARE = 0.001
-"""Share of Ray's resource `node:ADDRESS` in each bundle: any positive amount binds it to the node."""
+"""Share of Ray's resource `node:ADDRESS` in each bundle: any positive amount binds the bundle."""
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
@@ -84,7 +84,7 @@ class Placement:
         self.devices = dict(zip(numbers, devices, strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
-        """Return slots in rank order. A worker gets consecutive devices; workers on one device have consecutive ranks."""
+        """Return slots in rank order. A worker's devices are consecutive, as are the ranks of workers on one device."""
         slots = self.slots_by_node(role, devices_per_worker, workers_per_device)
         for worker, own in enumerate(slots):
             if len(own) > 1:
@@ -159,7 +159,7 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Return the same as `_cpu_slot`, but each node's slots must fit into its free cores. `counts`: {node id: slots}."""
+    """Return the largest share of a core, at most 1, with which each node's slots fit into its free cores. `counts`: {node id: slots}."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
@@ -224,8 +224,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign a Ray node to each node number, in order: the first with enough free devices that leaves enough nodes for later numbers.
-    `room`: (Ray node, free devices). `wanted`: {node number: devices}."""
+    """Assign a Ray node to each node number, in order: the first with enough free devices that leaves enough nodes for later ones. `room`:
+    (Ray node, free devices). `wanted`: {node number: devices}."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -288,7 +288,7 @@ def _gpu_numbers(group: PlacementGroup, bundles: Iterable[int]) -> list[str]:
 
 def _own_gpu() -> str:
     if PLACED in os.environ:
-        # Ray would look the GPU's number up in the list that a worker had on another node, and this task inherits, not in the raylet's.
+        # Ray would look up the GPU's number in the list that this task inherits from a worker on another node; the raylet's list is right.
         of_node = psutil.Process(os.getppid()).environ().get("CUDA_VISIBLE_DEVICES")
         ray._private.worker.global_worker.original_visible_accelerator_ids["GPU"] = of_node and of_node.split(",")
     return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])

@@ -36,7 +36,7 @@ from roll_lite.observability.report import SUMMARY_FILE
 logger = logging.getLogger(__name__)
 
 SUPPORTED_RAY = ((2, 60), (2, 62))
-"""(first supported version, first unsupported later version)."""
+"""(first supported version, first unsupported one)."""
 FOLDER_PREFIX = "rl-"
 OWNER_FILE = "owner"
 MARK_FILE = "mark"
@@ -113,7 +113,7 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
 
 
 def _may_want_token(address: str) -> bool:
-    """True if the cluster refuses callers without a token, or does not answer. Where no token is wanted, a driver with one would lose its
+    """True if the cluster refuses callers without a token, or does not answer. Where none is wanted, a driver with a token would lose its
     actors."""
     if find_spec("grpc") is None or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
@@ -153,7 +153,8 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Return the cluster recorded by `ray start`, else the only one on this machine. Private clusters of runs do not count."""
+    """Return the address of the cluster recorded by `ray start`, else of the only one on this machine. Private clusters of runs do not
+    count."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):
@@ -175,7 +176,7 @@ def _raylets() -> list[tuple[psutil.Process, str]]:
 
 
 def _expect_grpc(connection: socket.socket) -> None:
-    """Check for an HTTP/2 SETTINGS frame, which every gRPC server sends first. TLS: not checked."""
+    """Check for an HTTP/2 SETTINGS frame, which every gRPC server sends first; not with TLS."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return
     connection.sendall(HTTP2_GREETING)
@@ -257,7 +258,7 @@ def check_version(version: str) -> None:
 
 
 def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return a runtime environment with the driver's import path, whose folders other nodes need on a shared file system."""
+    """Return a runtime environment with the driver's import path; other nodes need its folders on a shared file system."""
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     folders = [Path(path or ".").resolve() for path in sys.path]
     own = [folder for folder in folders if folder.is_dir() and not any(folder.is_relative_to(place) for place in installed)]
@@ -269,7 +270,7 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
 
 @contextmanager
 def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[None]:
-    """Limit the time of ray.init in the block; hide Ray's error messages, such as worker deaths, which the run reports itself."""
+    """Limit the time of ray.init in the block; hide Ray's messages of errors such as worker deaths, which the run reports itself."""
     limit = WATCHDOG.limit("the start of Ray", config.start_timeout_s, "ray.start_timeout_s")
     listen = ray._private.worker.listen_error_messages
     ray._private.worker.listen_error_messages = lambda _worker, _stopped: None
@@ -285,8 +286,8 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield (private folder, mark) of the session while a guard process watches the driver. The mark is an id in the environment of the
-    session's processes. On a cluster started elsewhere, the guard only records the driver's death."""
+    """Yield (private folder, mark) of the session while a guard process watches the driver. The mark is an id in its processes'
+    environment. On a cluster started elsewhere, the guard only records the driver's death."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)

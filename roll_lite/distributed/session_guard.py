@@ -1,7 +1,7 @@
 """Guard process that cleans up after a driver's Ray session and records its death.
 
 It kills all processes with the session's mark (an id) in their environment, or with open files of the session. A second guard survives if
-the first is killed with the driver. Every Ray worker imports this file: use only the standard library.
+the first is killed with the driver. Every Ray worker imports this file: standard library only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def keep_exit_codes() -> None:
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Return the session's pids: processes with the mark in their environment and, since a process title may have overwritten it, Ray's
-    workers with open files in the session's folder."""
+    """Return the session's pids: processes with the mark in their environment, or Ray's workers with open files in the session's folder (a
+    process title may have overwritten the mark)."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():

@@ -1,6 +1,6 @@
 """Watchdog of the driver: time limits of phases, and a thread that watches the main thread.
 
-In waits of pending.py, the main thread notices a passed limit or a lost Ray session. If it is stuck in a call into Ray, the watchdog thread
+In waits of pending.py, the main thread notices a passed limit or a lost Ray session. While it is stuck in a call into Ray, the thread
 records the run's end and kills the process.
 """
 
@@ -41,7 +41,7 @@ class Limit:
 
 
 class SessionLost(RuntimeError):
-    """Ray's raylet or GCS server here died or was stopped."""
+    """Ray's raylet or GCS server on this machine died or was stopped."""
 
 
 LEAST_SECONDS = 5.0
@@ -49,7 +49,7 @@ LEAST_SECONDS = 5.0
 
 
 class Preempted(BaseException):
-    """SIGTERM: the run saves its state and ends."""
+    """Raised after a SIGTERM: the run saves its state and ends."""
 
 
 class Watchdog:

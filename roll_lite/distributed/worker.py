@@ -55,14 +55,14 @@ class Stand(NamedTuple):
 
 
 class Worker:
-    """Base class whose methods run one at a time, not on the main thread. A worker that needs the main thread sets `watched = False`: its
+    """Base class whose methods run one at a time, off the main thread. A worker that needs the main thread sets `watched = False`: its
     death is noticed at the next call."""
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
     """True if a `Fleet` handles a worker's death."""
     max_restarts: ClassVar[int] = 0
-    """Maximum restarts by Ray; -1: unlimited. Needs `watched = False`. The caller initializes a restarted worker again."""
+    """Maximum restarts by Ray; -1: unlimited. Needs `watched = False`. The caller initializes the worker again."""
 
     def __init__(self) -> None:
         self.role = os.environ[ROLE]

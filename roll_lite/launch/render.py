@@ -33,7 +33,7 @@ class Launch:
     claim: str = "shared"
 
     def mistakes(self, config: RunConfig, file: Path | None) -> Mistakes:
-        """Yield settings that would fail in the rendered file: secrets, another cluster's address; for Kubernetes, also a missing image and
+        """Yield settings that would fail in the rendered file: secrets, another cluster's address; for Kubernetes also a missing image,
         unreachable paths."""
         for word in self.overrides:
             if hidden(word) != word and "${" not in word:

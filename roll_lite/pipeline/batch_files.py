@@ -29,11 +29,11 @@ from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
 
 SMALL_STEP_TOKENS = 2**18
-"""Maximum tokens of a step with which `batches.write: auto` writes batches: some megabytes on disk."""
+"""Maximum tokens of a step that `batches.write: auto` writes: some megabytes on disk."""
 AUTO_STEPS = 500
 """First steps that `batches.write: auto` writes, to limit disk usage."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
-"""Columns that are not written: thousands of numbers per token, which a forward pass recomputes."""
+"""Columns not written: thousands of numbers per token, which a forward pass recomputes."""
 SUPERVISED = ("sample", "input_ids", "response_mask", "ptx_weight")
 
 

@@ -75,9 +75,9 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFF
 FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNER")
 """Environment variables that GPU workers on all nodes take from the driver."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Settings of torch's allocator: the current variable and the older one."""
+"""Settings of torch's allocator: current and older variable."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Environment variable: number of a GPU's hardware queues. With one, kernels run in launch order, as Megatron's tensor parallel overlap
+"""Environment variable: number of a GPU's hardware queues. With one, kernels run in launch order, which Megatron's tensor parallel overlap
 needs."""
 BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
 """Ray's names of GPUs that work without CUDA_DEVICE_MAX_CONNECTIONS=1."""
@@ -109,8 +109,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
 
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return QUIET, with the user's values (in `given`) first. Without HF_HUB_OFFLINE if models must be downloaded (hf://) and the user has
-    not set it."""
+    """Return QUIET, with the user's values (in `given`) first. HF_HUB_OFFLINE is left out if models must be downloaded (hf://), unless the
+    user set it."""
     names_hub = "hf://" in config.model_dump_json()
     return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
 
@@ -120,9 +120,9 @@ def gpu_environment(
 ) -> dict[str, str]:
     """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
 
-    Trainers get the NCCL settings that SGLang chooses for engines: members of an NCCL group need equal ones. Trainers and reward models get
-    the driver's allocator settings. Their defaults: expandable segments, since changing micro-batches fragment memory, and a limit for
-    cached pinned memory, since torch rounds pinned copies up to powers of two and never frees them.
+    Trainers get SGLang's NCCL settings: members of an NCCL group need equal ones. Trainers and reward models get the driver's allocator
+    settings, by default expandable segments, since changing micro-batches fragment memory, and a limit for cached pinned memory: torch
+    rounds pinned copies up to powers of two and never frees them.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
@@ -172,7 +172,7 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offl
 
 
 def starting(live: LiveRollouts, offloaded: Sequence[str]) -> list[Pending[Any]]:
-    """Start to initialize what stays loaded: rollout service, judges, engines, reward models not in `offloaded`."""
+    """Start to initialize what stays loaded: rollout service, judges, engines, reward models except `offloaded`."""
     together: list[Pending[Any]] = [live.engines.replicas.start_all(InferWorker.preload)]
     together.append(live.prepare_service())
     together += [ranks.start_all(RewardModelWorker.initialize) for name, ranks in live.reward_models.items() if name not in offloaded]

@@ -105,7 +105,7 @@ class Chaos:
         on(place.node, strike).remote(place, action, draw.random(), self._config.cut_s if cut else self._config.slow_s)
 
     def _plan_next(self) -> None:
-        """Draw the time of the next fault. Each fault has its own generator, so that time and kind do not depend on who is alive."""
+        """Draw the time of the next fault, with a generator per fault: time and kind do not depend on who is alive."""
         self._draw = random.Random(f"{self._config.seed} {next(self._numbers)}")
         self._next += self._draw.expovariate(1 / self._config.every_s)
 
@@ -119,7 +119,7 @@ def nodes_never_cut() -> set[str]:
 @ray.remote(num_cpus=0, max_retries=0)
 def strike(place: Place, action: str, draw: float, seconds: float) -> None:
     """Kill, stop or slow a process, or cut off this node. `draw`, random in [0, 1), selects the process at `place` or a descendant.
-    `seconds`: duration of slowing or cutting."""
+    `seconds`: of slowing or cutting."""
     if action == "cut":  # own session, so that the cut ends even if Ray ends this process, as after long cuts
         subprocess.run(["sh", "-c", CUT, str(seconds)], start_new_session=True, check=False)
         return

@@ -59,7 +59,7 @@ from roll_lite.workers.model import ModelWorker
 logger = logging.getLogger(__name__)
 
 COPY_SHARE = 0.25
-"""Maximum fraction of Ray's object store for an in-memory copy: the previous copy and recovery.py's batches must fit too."""
+"""Maximum fraction of Ray's object store for an in-memory copy: the previous one and recovery.py's batches must fit too."""
 NO_ROOM = (
     "checkpoint.in_memory_every: no copies are made: a rank of %s needs %.0f MB of Ray's object store, %.0f MB are free for each; raise "
     "ray.object_store_mb (ray start --object-store-memory)"
@@ -83,7 +83,6 @@ class Unfinished:
 
 class Checkpoints:
     def __init__(self, config: RunConfig, run_folder: Path, nodes_without_run_folder: Collection[str] = ()) -> None:
-        """`nodes_without_run_folder`: addresses."""
         self._config = config
         self._nodes_without_run_folder = nodes_without_run_folder
         self._run_folder = run_folder.resolve()
@@ -99,7 +98,7 @@ class Checkpoints:
         self.continues_in_folder = continues_in_folder(config, run_folder)
 
     def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes = b"") -> Path:
-        """Save a checkpoint and return its folder; an asynchronous one is complete after `finish_if_written` or `finish`. `rollouts`,
+        """Save a checkpoint; return its folder. An asynchronous one is complete after `finish_if_written` or `finish`. `rollouts`,
         `pipeline`: states of rollout service and driver. `unfinished`: file of the samples in flight."""
         self.finish()
         state = {
@@ -143,8 +142,8 @@ class Checkpoints:
         return whole
 
     def _renew(self, checkpoint: Path, files: Mapping[str, bytes]) -> None:
-        """Replace state and samples in flight of a finished checkpoint by newer ones of the same step. Files with other names take effect
-        when files.json, replaced atomically, lists them."""
+        """Replace state and samples in flight of a finished checkpoint by newer ones of the same step. Their files have other names, which
+        files.json, replaced atomically, lists."""
         folder = self._on_nodes(checkpoint)
         wanted = read_list(folder)
         number = 2 if "state-1.json" in wanted else 1
@@ -170,8 +169,8 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Try to complete the checkpoint in progress if the block fails; after an interruption (Ctrl-C, SIGTERM), only if all ranks have
-        written it."""
+        """Run the block; if it fails, try to complete the checkpoint in progress, after an interruption (Ctrl-C, SIGTERM) only if all ranks
+        have written it."""
         try:
             yield
         except Exception:
@@ -223,7 +222,6 @@ class Checkpoints:
         return [old for old in checkpoints[: -settings.keep] if not settings.keep_every or steps_of(old) % settings.keep_every]
 
     def _upload(self, models: Mapping[str, Model[Any]]) -> None:
-        """Upload waiting checkpoints. Failures are logged: the next save retries."""
         for folder in self._surplus(self._waiting):
             self._waiting.remove(folder)
         try:
@@ -267,7 +265,7 @@ class Checkpoints:
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
         """Verify and load the checkpoint of `checkpoint.resume`. Return the driver's state; None if the run starts anew. A damaged
-        checkpoint of the run's own folder is marked, and the previous one loaded; DamagedCheckpoint without one."""
+        checkpoint of the run's own folder is marked and the previous one loaded; DamagedCheckpoint without one."""
         if self._config.checkpoint.source is None:
             return None
         for left in (self._run_folder / FOLDER).glob("*.partial"):  # by a process that was killed as it saved
@@ -307,7 +305,7 @@ class Checkpoints:
         self._copy, self.copied_step = {"pipeline": pipeline, "rollouts": rollouts, "copies": copies}, pipeline["steps_done"]
 
     def go_back(self, models: Models) -> dict[str, Any] | None:
-        """Load the in-memory copy, or a newer checkpoint, into new ranks. Return the loaded state; None if neither exists."""
+        """Load the in-memory copy, or a newer checkpoint, into new ranks. Return the loaded state, if any."""
         if self._running is not None:
             shutil.rmtree(self._running.folder, ignore_errors=True)
             self._running = None
@@ -332,8 +330,8 @@ class Checkpoints:
         return state
 
     def set_aside_newest(self, error: DamagedCheckpoint) -> None:
-        """Mark this run's newest checkpoint as damaged and use the previous one. Without one, a new run uses the start weights; a resumed
-        run raises `error`."""
+        """Mark this run's newest checkpoint as damaged; use the previous one. Without one, a new run uses the start weights, a resumed run
+        raises `error`."""
         assert self.newest is not None
         with reaching(self._home):
             earlier = earlier_ones(self.newest)
@@ -349,12 +347,12 @@ class Checkpoints:
                 model.ranks.all(ModelWorker.load_checkpoint, self._on_nodes(folder) / role)
 
     def _on_nodes(self, checkpoint: Path) -> Path:
-        """Return the folder from which ranks load a checkpoint: for one in a remote store, the local copy on their node."""
+        """Return the folder from which ranks load a checkpoint: of one in a remote store, the local copy."""
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:
         """Verify a checkpoint's checksums, download missing files, return its state. `copy`: local folder with state.json and files.json;
-        None: read them from `folder`."""
+        None: `folder` has them."""
         described = copy or folder
         with reaching(described):
             state, wanted = read_state(described, sizes=described == folder), read_list(described)
@@ -424,7 +422,7 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
-    """Wait until this node sees the files of `role` with these sizes in bytes. RuntimeError after SEEN_WITHIN_S."""
+    """Wait until this node sees the files of `role` with these sizes in bytes; RuntimeError after SEEN_WITHIN_S."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while wrong := [name for name, size in sizes.items() if _size(folder / name) != size]:
         if time.monotonic() >= deadline:

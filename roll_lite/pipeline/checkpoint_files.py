@@ -66,8 +66,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Return the checkpoint to resume from: `folder` itself or, if it is a run, its newest finished checkpoint or, without one, that from
-    which the run itself resumed. ValueError without a checkpoint."""
+    """Return `folder` if it is a checkpoint. Of a run, return its newest finished checkpoint or, without one, the one it resumed from.
+    ValueError without any."""
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):
             return Resumption(folder, [])
@@ -90,8 +90,8 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Replace `checkpoint.resume: auto` by the experiment's newest intact checkpoint, or None. Return configuration and notes. If all are
-    damaged, choose the newest: loading it ends the run with its error. May raise StoreUnreachable."""
+    """Replace `checkpoint.resume: auto` by the experiment's newest intact checkpoint, or None; return configuration and notes. If all are
+    damaged, choose the newest: loading it ends the run. May raise StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):

@@ -72,7 +72,7 @@ class Model(Movable, Generic[W]):
         return loaded(self, parts)
 
     def bring_home(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """Move files that ranks wrote in `folder` on other `nodes` (addresses) to the driver's node. `names`: file names by rank."""
+        """Move files that ranks wrote in `folder` on other `nodes` (addresses) to the driver's node. `names`: by rank."""
         if not nodes:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ class Model(Movable, Generic[W]):
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Divide a batch for training: each data parallel rank gets its samples of every mini-batch, and the rows of these samples once."""
+        """Divide a batch for training: each data parallel rank gets its samples of every mini-batch, and their rows once."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -117,7 +117,7 @@ class Engines(Movable):
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Rounds in which engines start. Engines measure free memory, so engines on one GPU start in different rounds."""
+    """Rounds in which engines start: engines on one GPU start in different ones, since each measures free memory."""
 
     def start_first_ones(self) -> Pending[list[Place]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
@@ -133,8 +133,8 @@ class Engines(Movable):
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, also_loaded: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs; offload it after the block. `also_loaded`: further models with their state groups; the
-        caller offloads them."""
+        """Load the engine memory that a phase needs; offload it after the block. `also_loaded`: further models with state groups, which the
+        caller offloads."""
         return loaded(self, self.parts(phase), also_loaded)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
@@ -200,8 +200,8 @@ class DeviceTurn(Generic[R]):
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load `parts` of a role for the block, then offload them if the role offloads. `also_loaded`: further roles with their parts; the
-    caller offloads them. After an exception, all start to offload."""
+    """Load `parts` of a role for the block; then offload them if the role offloads. `also_loaded`: further roles with parts, which the
+    caller offloads. After an exception, all start to offload."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *also_loaded] if one.offloads))
         yield
@@ -214,7 +214,7 @@ def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Mova
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Run each role's turn (load, work, offload); return results in the order of `turns`. Roles that offload and share devices run one by
+    """Run each role's turn (load, work, offload); return results in the order of `turns`. Offloading roles that share devices run one by
     one, others in parallel."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}

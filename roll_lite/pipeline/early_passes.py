@@ -20,8 +20,8 @@ class EarlyPass:
 
 
 class EarlyPasses:
-    """Computes log-probs and values of finished groups while the rest of the batch is generated (`rollout.stream_log_probs`). Results of
-    samples that miss the batch are dropped."""
+    """Computes log-probs and values of finished groups while others are generated (`rollout.stream_log_probs`). Results of samples that
+    miss the batch are dropped."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
         self._models = models
@@ -68,6 +68,7 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int, int]]:
-    """Return each row's (group, index in the group, branch): unlike the sample number, the same in a part of the batch and in the whole."""
+    """Return each row's (group, index in the group, branch), which unlike the sample number is equal in a part of the batch and in the
+    whole."""
     branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True))

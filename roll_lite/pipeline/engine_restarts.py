@@ -52,7 +52,7 @@ class JoiningEngines:
 
 
 class EngineRestarts:
-    """Starts replacements of lost engines and, with `joining`, further engines. Newcomers have started, but lack the current weights."""
+    """Starts replacements of lost engines and, with `joining`, further ones. Newcomers have started but lack the current weights."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class EngineRestarts:
         follows_drains: bool = False,
         start_s: float | None = None,
     ) -> None:
-        """`restarts`: per engine within BUDGET_SECONDS. `start_s`: time limit of a start in seconds; None: unlimited. `follows_drains`:
-        restart engines of draining nodes elsewhere."""
+        """`restarts`: per engine within BUDGET_SECONDS. `start_s`: time limit of a start; None: unlimited. `follows_drains`: restart
+        engines of draining nodes elsewhere."""
         self.replicas = engines.replicas
         self._engines = engines
         self._rollouts = rollouts
@@ -82,7 +82,7 @@ class EngineRestarts:
         self._waiting = set(range(self._group.initial_ranks, self.replicas.world_size))
         """Engines waiting for devices; not reported as lost."""
         self._rests_until: dict[int, float] = {}
-        """{engine: time of its next start}, for engines that joined during the run and used up their restarts."""
+        """{engine: time of its next start}, for engines that joined during the run and have no restarts left."""
         self._asked = 0.0
         self._leaving: dict[int, ray.ObjectRef] = {}
         self._lost_at: dict[int, float] = {}
@@ -118,7 +118,7 @@ class EngineRestarts:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once, with the rollout service's cause, else the driver's."""
+        """Report each lost engine once, with the rollout service's cause or the driver's."""
         lost = {engine: cause for engine, cause in self.replicas.lost.items() if engine not in self._waiting}
         if not self._journal.knows_lost(lost):
             told = self._rollouts.one(RolloutWorker.lost_engines)
@@ -144,15 +144,14 @@ class EngineRestarts:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """Call `tend`. Return True if started replacements may get weights and serve; with `offload: true`, only while no other engine
-        lives."""
+        """Call `tend`. True if started replacements may get weights and serve; with `offload: true`, only while no other engine lives."""
         self.tend()
         ready = any(start.place is not None for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Admit started replacements as living `newcomers`: they serve once they get the current weights. With `offload: true`, offload
-        `parts` of their memory."""
+        """Admit started replacements as living `newcomers`, which serve once they have the current weights. With `offload: true`, offload
+        `parts`."""
         self.tell_losses()
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
@@ -183,7 +182,7 @@ class EngineRestarts:
             self.take(tuple(EngineMemory))
 
     def hand_over(self, version: int | None) -> None:
-        """Let the `newcomers` serve, which have the current weights. `version`: of these; None in a run that does not train."""
+        """Let the `newcomers` serve: they have the weights of `version` (None in a run that does not train)."""
         for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_restarted, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)
@@ -195,7 +194,7 @@ class EngineRestarts:
                 self._journal.engine_restarted(engine, seconds, version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:
-        """Return why the engine failed to start, took too long or died, else None. Sets `start.place` once it has started."""
+        """Return why the engine failed to start, took too long or died, if so. Sets `start.place` once it has started."""
         calls = [self._group.death_of(engine), *start.calls]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         try:
@@ -243,7 +242,6 @@ class EngineRestarts:
         self._starts[engine] = _Start([actor.initialize.remote(engine % turns, turns), actor.place.remote()])
 
     def _follow_drains(self) -> None:
-        """Let engines on draining nodes pass on their requests; then restart them where devices are free."""
         places = {engine: pulse.place for engine, pulse in self._group.living_pulses() if pulse.place is not None}
         serving = {engine: own.nodes for engine, own in places.items() if engine not in self._newcomers and engine not in self._leaving}
         if time.monotonic() - self._asked >= DRAIN_SECONDS:
@@ -265,7 +263,7 @@ class EngineRestarts:
                 self._restart_where_free(engine)
 
     def _restart_where_free(self, engine: int) -> None:
-        """Restart an engine on its own devices. One that joined during the run gives them up and waits for free devices on any node."""
+        """Restart an engine on its own devices; one that joined during the run gives them up and waits for free ones on any node."""
         if (joining := self._joining_of(engine)) is not None:
             remove_placement_group(joining.slots[engine].reserved)
             joining.slots[engine] = joining.new_slot()

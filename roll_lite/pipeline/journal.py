@@ -155,8 +155,7 @@ class Journal:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
     def _rank_spans(self) -> Iterator[Span]:
-        """Yield the ranks' spans of this step. Parent: the driver's span of the same phase that was open when the rank's began, else the
-        step."""
+        """Yield the ranks' spans of this step. Parent: the driver's open span of the same phase when the rank's began, else the step."""
         step, *own = self.timers.last.spans
         for role, ranks in self._work.items():
             for rank, phases in enumerate(ranks):
@@ -230,7 +229,7 @@ class Journal:
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
         """Report a lost rank. Its role restarts from step `since`, with `in_memory` from a copy in memory; records after `reached`, the
-        last complete step, are removed. `repeats`: repeated in between, "steps" or "the updates of steps"."""
+        last complete step, are removed. `repeats`: "steps" or "the updates of steps", which are repeated in between."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
@@ -362,7 +361,7 @@ class Journal:
         self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
 
     def _write_credit(self, advantages: Mapping[int, float]) -> None:
-        """Write the step's credit file (rewards and advantages), a line per row, unless written already. `advantages`: by sample number."""
+        """Write the step's credit file (rewards and advantages), a line per row, once. `advantages`: by sample number."""
         rows, self._shaped = self._shaped, None
         if rows is None:
             return
@@ -379,8 +378,8 @@ class Journal:
                 lines.write(json.dumps({"step": self._current, **record, "advantage": known}) + "\n")
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record a step's optimizer updates. `updates`: {role: [data parallel rank][update]}. Sums are equal on all ranks, so the first's
-        count; peaks are merged."""
+        """Record a step's optimizer updates, {role: [data parallel rank][update]}. Sums are equal on all ranks, so the first's count; peaks
+        are merged."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = MetricSums()
@@ -569,8 +568,8 @@ def _add_episodes(sums: MetricSums, stats: RolloutStats, prefix: str) -> None:
 
 
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
-    """Return validation metrics by domain and by value of its `report_by` columns: means over samples, except pass@k, best@k and maj@k,
-    which are means over prompts with at least k samples."""
+    """Return validation metrics by domain and by value of its `report_by` columns: means over samples or, for pass@k, best@k and maj@k,
+    over prompts with at least k samples."""
     sums = MetricSums()
     for domain, own in rows.group_by("domain").items():
         _held_out_domain(sums, own, samples_per_prompt, str(domain))

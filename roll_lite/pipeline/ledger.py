@@ -79,7 +79,7 @@ class Ledger:
     def updates(
         self, step: int, rows: DataProto, mini_batches: Sequence[MiniBatch], updates: Mapping[str, Sequence[Sequence[Update]]]
     ) -> None:
-        """Record each mini-batch's samples and its outcome by role: trained, skipped (not finite) or stopped (training had ended early).
+        """Record each mini-batch's samples and its outcome by role: trained, skipped (not finite) or stopped (training ended early).
         `updates`: {role: [data parallel rank][update]}."""
         place = np.zeros(int(rows.tensor("sample").max()) + 1, dtype=np.int64)
         place[rows.tensor("sample").numpy()] = np.arange(len(rows))
@@ -93,7 +93,6 @@ class Ledger:
 
 
 def _names(rows: DataProto, places: np.ndarray) -> dict[int, list[int]]:
-    """Return {group: indices of its samples} for the rows at `places`."""
     groups, indices = rows.tensor("group").numpy()[places].tolist(), rows.tensor("index").numpy()[places].tolist()
     names: dict[int, dict[int, None]] = {}
     for group, index in zip(groups, indices, strict=True):

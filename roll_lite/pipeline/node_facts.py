@@ -65,7 +65,7 @@ class Scout:
         return time.time()
 
     def look(self, run_folder: Path, others: Sequence[tuple[str, int]]) -> NodeFacts:
-        """Collect this node's facts, and try to connect to `others` (addresses and ports of the other nodes)."""
+        """Collect this node's facts; try to connect to `others` (addresses and ports of the other nodes)."""
         with ThreadPoolExecutor(max_workers=32) as threads:
             reasons = dict(zip((address for address, _ in others), threads.map(_why_unreachable, others), strict=True))
         free = psutil.virtual_memory().available / GIB, free_bytes(run_folder) / GIB
@@ -73,7 +73,7 @@ class Scout:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of Python and PACKAGES, with a hash of the Python files, since builds of one version may differ."""
+    """Return the versions of Python and PACKAGES, with a hash of their Python files: builds of one version may differ."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         for of_build in (name, f"{name}-cpu"):  # vLLM's build for CPUs has a name of its own
@@ -162,7 +162,7 @@ def warnings(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
 
 
 def node_table(facts: Mapping[str, NodeFacts], columns: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a table with a line per node; versions common to all stand above. `columns`: further cells, {column name: {address: text}}."""
+    """Return a table with a line per node, below the versions common to all. `columns`: further cells, {column name: {address: text}}."""
     installed = [name for name in ("python", *PACKAGES) if any(name in own.versions for own in facts.values())]
     differing = [name for name in installed if len({own.versions.get(name) for own in facts.values()}) > 1]
     common = next(iter(facts.values())).versions

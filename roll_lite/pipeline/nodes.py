@@ -33,8 +33,7 @@ RESUME, CODE = "checkpoint.resume", "roll_lite"
 DOTTED_PATH = re.compile(r'"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)"')
 INSTALLED = {"site-packages", "dist-packages"}
 MODEL_SUFFIXES = (*MODEL_FILES, ".safetensors")
-"""Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template (of a hub model, the downloaded
-ones)."""
+"""Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
 """Files up to READ_WHOLE bytes are hashed whole, of larger ones SAMPLES pieces of SAMPLE_BYTES bytes."""
 TOLD_FILES = 3
@@ -45,14 +44,14 @@ LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
 
 @dataclass(frozen=True)
 class Reader:
-    """Folder that `roles` read, with equal files on all their nodes. `setting`: YAML path that names it, or "roll_lite"."""
+    """Folder that `roles` read, with equal files on all their nodes. `setting`: its YAML path, or "roll_lite"."""
 
     setting: str
     folder: Path
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Return {file name: fingerprint} of the folder on this node; of a checkpoint only sizes, since loading verifies checksums."""
+        """Return {file name: fingerprint} of the folder here; of a checkpoint only sizes, since loading verifies checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -90,7 +89,7 @@ class View:
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement, tell: Callable[[str], None]) -> list[str]:
     """Show the nodes in a table (`tell`). Return addresses of nodes with training ranks that do not share the run folder. ValueError if the
-    driver needs files of these ranks, if versions or files at one path differ, or if nodes cannot reach each other."""
+    driver needs these ranks' files, if versions or files differ, or if nodes cannot reach each other."""
     driver = ray.get_runtime_context().get_node_id()
     nodes = placement.nodes_by_role()
     others = set().union(*nodes.values()) - {driver}
@@ -138,8 +137,7 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def users_code(config: RunConfig) -> dict[Path, str]:
-    """Return {module file or package folder: first dotted path that names it} of the user's code (not installed) that the configuration
-    imports."""
+    """Return {module file or package folder: first dotted path to it} of the user's code (not installed) that the configuration imports."""
     found: dict[Path, str] = {}
     for name in DOTTED_PATH.findall(config.model_dump_json()):
         place = _imported_from(name)
@@ -149,7 +147,7 @@ def users_code(config: RunConfig) -> dict[Path, str]:
 
 
 def _imported_from(name: str) -> Path | None:
-    """Return the file of a dotted path's module, or the folder of its whole package; None if it cannot be found here."""
+    """Return the file of a dotted path's module, or its whole package's folder; None if not found here."""
     search_current_folder()
     try:
         origin = locate_module(name.rpartition(".")[0]).origin
@@ -170,8 +168,8 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 
 
 def require_same(drivers: View, versions: Mapping[str, str], driver: str, role: str) -> None:
-    """Raise ValueError if this node's files or package versions differ from the driver's node. `drivers`: files that the role reads, as
-    seen there; `versions`, `driver`: package versions and address there."""
+    """Raise ValueError if this node's files or package versions differ from the driver's node, which has `drivers` (files that the role
+    reads), `versions` (packages) and `driver` (address)."""
     here = ray.util.get_node_ip_address()
     views = {driver: drivers, here: View(None, {reader: reader.files() for reader in drivers.files})}
     facts = {address: node_facts.NodeFacts(own, 0.0, 0.0, {}) for address, own in ((driver, versions), (here, node_facts.installed()))}
@@ -188,7 +186,7 @@ class LaterNodes:
         self.known = defaultdict(set, placement.nodes_by_role())
 
     def compare(self, role: str, nodes: set[str]) -> list[ray.ObjectRef]:
-        """Start a task for each unknown node. It fails with ValueError if package versions, or files that the role reads, differ."""
+        """Start a task per unknown node, which fails with ValueError if package versions, or files that the role reads, differ."""
         driver = ray.get_runtime_context().get_node_id()
         later = nodes - {driver} - self.known[role]
         if not later:
@@ -212,8 +210,8 @@ class LaterNodes:
 def views_of_nodes(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """Return what each node sees, by node id. `read`: folders to compare, by node id. A node that shares the run folder answers with a file
-    beside the driver's probe."""
+    """Return what each node sees. `read`: folders to compare, by node id. A node that shares the run folder answers with a file beside the
+    driver's probe."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)
@@ -242,7 +240,7 @@ def view_of(probe: Path, node: str, read: list[Reader], store: str | None) -> Vi
 
 
 def why_apart(probe: Path, node: str) -> str | None:
-    """Return why this node does not share the folder of `probe`. If it does, write a file there as answer."""
+    """Return why this node does not share the folder of `probe`; if it does, write a file there as answer."""
     if not probe.parent.is_dir():
         return "it is not there"
     if not probe.is_file():
@@ -285,8 +283,7 @@ def fingerprint(file: Path) -> str:
 
 @contextmanager
 def logs_come_home(run_folder: Path, session: RaySession) -> Iterator[None]:
-    """Copy logs of nodes that do not share the run folder to the driver's run folder, after the block. File names get the node's
-    address."""
+    """Copy logs of nodes that do not share the run folder to the driver's, after the block. File names get the node's address."""
 
     def read(probe: Path) -> dict[str, bytes]:  # nested, so that Ray pickles it and no node imports this package
         found = {}

@@ -1,5 +1,5 @@
-"""Compare a resumed run's settings with its checkpoint's: which changes are refused, which let samples in flight continue (tables in
-docs/checkpoints.md)."""
+"""Compare a resumed run's settings with its checkpoint's: which changes are refused, which let samples in flight continue
+(docs/checkpoints.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_CHANGES = 12
 ABSENT = "absent"
 
 FIXED = ("mode", "seed", "actor_train.lora.rank", "actor_train.lora.alpha", "actor_train.lora.targets")
-"""Settings and sections that may not change; `*` matches any name."""
+"""Settings and sections that may not change."""
 
 OF_SAMPLES = ("model", "domains", "rollout", "actor_infer", "reward_models", "judges")
 """Sections that affect how samples are generated and scored."""
@@ -28,7 +28,7 @@ HARMLESS = (
     *(f"domains.*.environment.{name}" for name in ("workers", "parallel", "turn_timeout_s", "start_timeout_s", "url")),
     *(f"domains.*.data.{name}" for name in ("validation", "validation_preset", "report_by")),
 )
-"""Settings in OF_SAMPLES that do not affect samples, except those in OF_ENGINES."""
+"""Settings in OF_SAMPLES that do not affect samples, except those in OF_ENGINES. `*` matches any name."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") 
 
 
 def samples_continue(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """True if no change affects how samples are generated and scored, so that samples in flight may continue."""
+    """True if no change affects how samples are generated and scored: samples in flight may continue."""
     return all(change.is_harmless for change in changes(before, now))
 
 

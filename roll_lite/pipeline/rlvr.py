@@ -78,7 +78,7 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """KL coefficients of this step, `kl_in_reward` and `kl_in_loss`. The measured KL changes them for the next step."""
+        """KL coefficients of this step, `kl_in_reward` and `kl_in_loss`. The measured KL changes the next step's."""
         self.compare_later: Callable[[], None] | None = None
         """Comparison of engines and trainer due at the end of the step: a pause must not interrupt an update."""
         self.steps_done = 0
@@ -113,7 +113,7 @@ class RLVRPipeline:
                 return
 
     def survive(self, work: Callable[[], None]) -> None:
-        """Call `work`; again after the loss of a rank or of the rollout service, or when the user accepts that engines and trainer differ
+        """Call `work`; again after the loss of a rank or the rollout service, or when the user accepts that engines and trainer differ
         (`rollout.on_mismatch: pause`)."""
         while True:
             try:
@@ -195,7 +195,7 @@ class RLVRPipeline:
 
     @phase("log_probs")
     def compute_log_probs(self, batch: Batch) -> None:
-        """Compute the columns (such as log-probs) that advantages and losses need, where rows lack them."""
+        """Compute columns (such as log-probs) that advantages and losses need and rows lack."""
         self.early.join(batch)
         left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
         turns = [
@@ -266,7 +266,7 @@ class RLVRPipeline:
         return isinstance(self.journal, Unrecorded)
 
     def compare(self, version: int, rows: DataProto, found: list[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs of engines and trainer differ too much, unless the update is repeated after a loss."""
+        """Raise EnginesDiffer if log-probs of engines and trainer differ too much, except in an update repeated after a loss."""
         try:
             self.agreement.check(version, rows, found)
         except EnginesDiffer:
@@ -453,7 +453,6 @@ def training_rows(batch: Batch) -> int:
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:
-    """Return a metric's mean per token over all domains. `parts`: sums under `<name>#<i>`, token counts under `<tokens>#<i>`, i: domain
-    number."""
+    """Return a metric's mean per token over all domains. `parts`: sums under `<name>#<i>`, token counts under `<tokens>#<i>` (domain i)."""
     total, count = (sum(value for part in parts for key, value in part.items() if key.startswith(f"{what}#")) for what in (name, tokens))
     return total / max(count, 1.0)

@@ -105,17 +105,17 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
 
 
 class PhaseLimits:
-    """Time limits of phases: the configured ones and, for REGULAR, `limits.hang_factor` times the longest time so far. Recovery has none:
-    its parts have."""
+    """Time limits of phases: the configured ones and, for REGULAR, `limits.hang_factor` times the longest so far. Recovery has none: its
+    parts have."""
 
     def __init__(self, limits: LimitsConfig, streams: bool = False) -> None:
-        """`streams`: log-probs may be computed during generation, so that `log_probs` varies. Its limit follows `train`, with the same
-        tokens but longer."""
+        """`streams`: log-probs may be computed during generation, so `log_probs` varies. Its limit follows `train`, which has the same
+        tokens and takes longer."""
         self._limits = limits
         self._measured = {"log_probs": "train"} if streams else {}
         self._longest: dict[str, float] = {}
         self._failed: dict[str, float] = {}
-        """{phase: duration of its latest try, if that failed}: a slow phase, not hung, gets more time when repeated."""
+        """{phase: duration of its latest try, if failed}: a phase that is slow, not hung, gets more time when repeated."""
 
     @contextmanager
     def limited(self, phase: str) -> Iterator[None]:
@@ -142,8 +142,8 @@ class PhaseLimits:
 
 
 class Interruption:
-    """Signal handler: SIGTERM and SIGHUP end a run like Ctrl-C. With checkpoints (`saves`), the first SIGTERM saves the state first.
-    Signals ignored at the start (nohup) stay ignored."""
+    """Signal handler: SIGTERM and SIGHUP end a run like Ctrl-C. With checkpoints (`saves`), the first SIGTERM saves the state. Signals
+    ignored at the start (nohup) stay ignored."""
 
     def __init__(self, saves: bool = False) -> None:
         self._saves = saves
@@ -176,15 +176,14 @@ class Interruption:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore signals in the block, which records how the run ended. Later signals raise KeyboardInterrupt and interrupt the
-        clean-up."""
+        """Ignore signals in the block, which records the run's end. Later signals raise KeyboardInterrupt and interrupt the clean-up."""
         self._is_deaf = True
         yield
         self._is_deaf = False
 
 
 class RunEnd:
-    """Records how a run ended. The first cause counts: later ones come from the clean-up."""
+    """Records how a run ended. The first cause counts: later ones come from cleaning up."""
 
     def __init__(self, journal: Journal, interruption: Interruption) -> None:
         self.code = COMPLETED

@@ -44,8 +44,8 @@ class BatchSource(ABC):
         """Restart the rollout service in an earlier `state`. Prompts that it started later start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs; offload it after the block. For SYNC_WEIGHTS, also load the actor's weights if an
-        engine lacks `version`."""
+        """Load the engine memory that a phase needs; offload it after the block. SYNC_WEIGHTS also loads the actor's weights if an engine
+        lacks `version`."""
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
@@ -107,7 +107,7 @@ class LiveRollouts(BatchSource):
     judges: Mapping[str, Cluster[JudgeWorker]]
     """Judges by name. These references keep their Ray actors alive."""
     judge_restarts: Mapping[str, int]
-    """{judge: restarts per hour}."""
+    """{judge: maximum restarts per hour}."""
     prompts_per_step: int
     journal: Journal
     weights: WeightSync | None = None
@@ -121,7 +121,7 @@ class LiveRollouts(BatchSource):
     """{lost judge: time of its loss}, until it serves again."""
 
     def prepare_service(self) -> Pending[None]:
-        """Wait until the rollout service has read its data and tested the rewards; then start it and return the pending call."""
+        """Wait until the rollout service has read its data and tested the rewards; start it and return the pending call."""
         self._addresses = {name: servers.all(JudgeWorker.address) for name, servers in self.judges.items()}
         addresses = {name: JudgeAddress.of(servers) for name, servers in self._addresses.items()}
         # Processes of engines and models start meanwhile, but load no model before the rewards are tested.

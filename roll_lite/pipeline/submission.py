@@ -23,14 +23,14 @@ from roll_lite.files import first_line
 
 NOT_SUBMITTED, FAILED, INTERRUPTED = 2, 1, 130
 KEPT = ("run_dir", "checkpoint.resume", "replay.path")
-"""Settings with paths that must outlive that copy."""
+"""Settings with paths that must outlive the job's copy of the current folder."""
 CLOSING_S = 60
 """Seconds beyond `checkpoint.on_sigterm_s` that Ray gives a stopped run before killing it."""
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """Yield problems with paths: the job runs in a copy of the current folder, which Ray deletes. No path may lead out of this folder;
-    paths of KEPT may not lie in it. `written`: settings, relative paths still relative. `folder`: of the configuration."""
+    """Yield problems with paths: the job runs in a copy of the current folder, which Ray deletes. No path may leave this folder; paths of
+    KEPT may not lie in it. `written`: settings with relative paths kept. `folder`: of the configuration."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))

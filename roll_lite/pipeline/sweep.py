@@ -1,4 +1,4 @@
-"""Sweeps: several runs, each in its own process, and a table of results."""
+"""Sweeps: several runs, a process each, and a table of results."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Choice:
 
 
 def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
-    """Run `command` with each choice's overrides, until one is interrupted. Print a table of results. Return the first nonzero exit code,
-    or 0."""
+    """Run `command` with each choice's overrides until one is interrupted; print a table of results. Return the first nonzero exit code, or
+    0."""
     rows, codes = [], []
     for number, choice in enumerate(choices, start=1):
         settings = " ".join(map(hidden, choice.overrides))

@@ -51,8 +51,8 @@ class WeightSync:
         drops_weights: bool = False,
         unreadable: str | None = None,
     ) -> None:
-        """`drops_weights`: engines drop their weights between updates, so every `push` must send them. `unreadable`: regular expression of
-        tensor names that are not verified."""
+        """`drops_weights`: engines drop their weights between updates: every `push` must send them. `unreadable`: regular expression of
+        tensor names not verified."""
         self._model = actor
         self._restarts = restarts
         self._engines = restarts.replicas
@@ -70,7 +70,7 @@ class WeightSync:
         self._plan: TransferPlan | None = None
         self._verified: Counter[int] = Counter()
         self._version: int | None = None
-        """Version last sent; None before the first `push` and after the loss of a training rank: the next `push` sends all weights."""
+        """Version last sent; None before the first `push` and after the loss of a training rank: the next sends all weights."""
         self._transfer: list[Pending[Any]] = []
         """Calls of both sides in the latest transfer; another role's loss may have left them in flight."""
 
@@ -103,7 +103,7 @@ class WeightSync:
         return pushed
 
     def end_transfer(self) -> None:
-        """Interrupt a transfer in flight; wait until living trainers and engines have left it. Engines that do not answer are given up."""
+        """Interrupt a transfer in flight; wait until living trainers and engines have left it. Silent engines are given up."""
         if in_flight := [calls for calls in self._transfer if not calls.done and calls.group.end is None]:
             self.break_off()
             self._plan = None
@@ -116,7 +116,7 @@ class WeightSync:
         self._export = self._rendezvous = self._interrupts = self._plan = self._version = None
 
     def break_off(self) -> None:
-        """Interrupt a transfer in flight: engines are about to end, and trainers must save."""
+        """Interrupt a transfer in flight: engines end soon, and trainers must save."""
         if self._interrupts is not None:
             self._epoch += 1
             interrupt(self._interrupts, self._epoch)
@@ -130,7 +130,7 @@ class WeightSync:
         return self._model if self._drops_weights or version != self._version or self._restarts.newcomers else None
 
     def _update(self, version: int, receivers: list[int]) -> Pushed | None:
-        """Update the engines `receivers`. None if an engine was lost: others may then mix old and new weights."""
+        """Update the engines `receivers`. None if one was lost: others may then mix old and new weights."""
         if self._plan is not None and (list(self._plan.engines) != receivers or self._restarts.newcomers):
             self._plan = None
         plan = self._plan = self._plan or self._connect(receivers)
@@ -201,7 +201,6 @@ class WeightSync:
         return [*said.values(), *of_trainers]
 
     def _give_up_silent(self, engines: Pending[dict[int, Transferred]], since: float, when: str) -> None:
-        """Give up engines that have not answered ANSWER_SECONDS after `since`."""
         if time.monotonic() - since > ANSWER_SECONDS:
             for call in (call for call in engines.calls if not call.done):
                 cause = f"it hangs in {engines.phase}: no answer for {ANSWER_SECONDS:g} s {when}"

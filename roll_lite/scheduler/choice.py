@@ -112,7 +112,7 @@ class EngineChoice:
         engine.tokens = tokens
 
     def report(self, engine: EngineLoad, done: float, grown: float) -> None:
-        """Record progress since the request's last report. `done`: tokens finished. `grown`: change of the expected length."""
+        """Record progress since the request's last report. `done`: tokens finished. `grown`: change of expected length."""
         was_full = not self._has_room(engine)
         engine.done += done
         self._set_tokens(engine, engine.tokens + grown)

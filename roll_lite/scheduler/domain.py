@@ -19,10 +19,10 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""Consecutive lost groups (all samples failed) that end the run, or 3 times the domain's groups per batch, if larger."""
+"""Consecutive lost groups (all samples failed) that end the run; or 3 times the domain's groups per batch, if larger."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""Fraction of lost groups that ends the run too, in a window LONG_WINDOW_FACTOR times the limit above."""
+"""Fraction of lost groups that also ends the run, in a window LONG_WINDOW_FACTOR times as long."""
 
 
 class DomainFailed(RuntimeError):
@@ -68,7 +68,7 @@ class _PromptToStart:
     group: int | None = None
     """Number of the prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
-    """`batches_requested` when `group` was admitted; the staleness of continued samples counts from here."""
+    """Number of batches requested at the admission of `group`; its samples' staleness counts from here."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ class _Live:
     number: int
     prompt: _PromptToStart
     batches_requested: int
-    """Batches that training had requested at the group's admission; its staleness counts from here."""
+    """Number of batches requested at the group's admission; its staleness counts from here."""
     tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
@@ -112,9 +112,8 @@ class DomainScheduler:
         self._running: OrderedDict[int, _Live] = OrderedDict()
         self._finished: dict[int, _Live] = {}
         self._taken: dict[int, _Live] = {}
-        """Groups taken for the current batch."""
         self._delivered: dict[int, _Live] = {}
-        """Groups of the last batch, kept until the next is requested: a restart may undo its step."""
+        """Groups of the last batch, kept until the next is requested: its step may still be undone."""
         self._put_back: deque[_PromptToStart] = deque()
         self._taken_up: dict[int, int] = {}
         """{group number in the resumed checkpoint: number of the group that continues it}."""
@@ -123,10 +122,10 @@ class DomainScheduler:
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
         """Loss cause of each recent group, None if not lost; stale groups are not recorded."""
         self._given_up = 0
-        """Filtered groups without replacement, since the batch's tries were used up (`when_short: continue`)."""
+        """Filtered groups without replacement: the batch's tries were used up (`when_short: continue`)."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Running group that the current batch waits for, because it would be too old for the next batch."""
+        """Running group that the current batch waits for: the next one would find it too old."""
 
     @property
     def running(self) -> int:
@@ -138,7 +137,7 @@ class DomainScheduler:
 
     @property
     def waiting_for_scores(self) -> float:
-        """Samples waiting for a score, minus the places of the reward workers; negative if places are free."""
+        """Unscored samples minus the reward workers' places; negative if places are free."""
         return self._runner.scoring - self._domain.rewards.capacity
 
     @property
@@ -159,7 +158,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ admission
 
     def admit(self, batches_requested: int, replaces: bool = False) -> bool:
-        """Start the next prompt. Return False if no prompt is left. `replaces`: as an owed replacement."""
+        """Start the next prompt; False if none is left. `replaces`: as an owed replacement."""
         if replaces:
             self.owed -= 1
         else:
@@ -278,8 +277,7 @@ class DomainScheduler:
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, batches_requested: int, max_staleness: int) -> None:
-        """End groups that are too old for the next batch (which `batches_requested` counts already), and put their prompts first in the
-        queue."""
+        """End groups too old for the next batch (already counted in `batches_requested`); put their prompts first in the queue."""
         stale = [live for live in self._groups if live.batches_requested < batches_requested - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones
@@ -317,7 +315,7 @@ class DomainScheduler:
         return [*self._running.values(), *self._finished.values()]
 
     def take_ledger(self) -> list[dict[str, Any]]:
-        """Close the batch that is handed out: remember its groups, and return the ledger lines since the last batch."""
+        """Close the batch being handed out: remember its groups, and return the ledger lines since the last batch."""
         self._delivered, self._taken = self._taken, {}
         lines, self._ledger = self._ledger, []
         return lines
@@ -327,7 +325,6 @@ class DomainScheduler:
         return [*lost, *(self._line(one, DROPPED, cause) for one in self._undelivered(undo))]
 
     def _undelivered(self, undo: bool) -> list[_Live]:
-        """Return all groups that no batch has, and with `undo` those of the last batch."""
         return [*self._groups, *self._taken.values(), *(self._delivered.values() if undo else ())]
 
     # ------------------------------------------------------------ checkpoints
@@ -339,8 +336,8 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
-        """Restore the state and queue undelivered groups. Those admitted at `minimum_admission_batch` or later continue from their `saved`
-        samples, others start from the prompt."""
+        """Restore the state and queue undelivered groups. Those admitted at `minimum_admission_batch` or later continue from `saved`
+        samples, others from the prompt."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:
@@ -349,7 +346,7 @@ class DomainScheduler:
             self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], samples))
 
     def reached(self, number: int) -> dict[int, Unfinished]:
-        """Return {index in the group: state} of the samples of undelivered group `number`, for a checkpoint."""
+        """Return {index in the group: state} of undelivered group `number`, for a checkpoint."""
         groups = ChainMap(self._running, self._finished, self._taken, self._delivered)
         live = groups.get(self._taken_up.get(number, number))
         if live is None:
@@ -372,7 +369,7 @@ def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Mark the group's accepted samples, but not its greedy baseline, with `outcome` and the failure `cause`."""
+    """Mark the group's accepted samples, not its greedy baseline, with `outcome` and failure `cause`."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

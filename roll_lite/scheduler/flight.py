@@ -1,4 +1,4 @@
-"""Request in flight: its timeout and its share of an engine's load. If the engine is lost or interrupted, it continues on another."""
+"""Request in flight: its timeout and its share of an engine's load. It continues on another engine after a loss or interruption."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ABORT_PATIENCE_S = 10.0
 
 
 DEADLY = 3
-"""Number of engines that may die while running a request before it is given up: it may have killed them."""
+"""Engines that may die while running a request before it is given up: it may have killed them."""
 
 
 class RequestFailed(Exception):
@@ -144,7 +144,7 @@ class Flight(Asked):
         self.timed_out = False
         group = intern("/".join(first.request_id.split("/", 4)[:4]))
         self.prefix = self.sample if first.context is not None else first.request_id if TURN in first.request_id else group
-        """Key of the shared token prefix: of the sample's earlier turns, else of the agent's own prompt, else of the group's prompt."""
+        """Key of the shared token prefix: the sample's earlier turns, else the agent's own prompt, else the group's prompt."""
         self._timeout_s, self._choice, self._clock = timeout_s, choice, clock
         self._loop = asyncio.get_running_loop()
         self._generating_s = 0.0
@@ -229,8 +229,8 @@ class Flight(Asked):
     def _check_timeout(self) -> None:
         """Abort the request if its timeout is up; else check again later.
 
-        Until the engine starts the request, only time in which the engine generates nothing counts; then the request's generation time, on
-        this engine and earlier ones.
+        Until the engine starts the request, only time in which it generates nothing counts; then the request's generation time, on this
+        engine and earlier ones.
         """
         now = self._clock.time()
         if self.begun:

@@ -60,7 +60,7 @@ class DomainMix:
         return {"weights": dict(self._weights), "counts": dict(self._counts), "places": self._places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore counts, which start at zero if domains or shares differ from the saved ones."""
+        """Restore counts; they start at zero if domains or shares differ."""
         if state["weights"] == self._weights:
             self._counts = dict(state["counts"])
             self._places = state["places"]
@@ -73,7 +73,7 @@ class _Batch:
 
 
 class BatchPlan:
-    """Plan of coming batches: groups per domain, and which domain starts next. `least`: minimum groups per batch, by domain."""
+    """Plan of coming batches: groups per domain, and which domain starts next. `least`: minimum groups per batch and domain."""
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
         self.size = 0
@@ -93,7 +93,7 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next planned group whose prompt has not started and whose number is below its domain's limit in `most`; return (domain,
+        """Take the next planned group whose prompt has not started and whose number is below its domain's limit in `most`: (domain,
         number)."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
@@ -118,14 +118,13 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, most: int) -> int:
-        """Return how many batches ahead the domain's next groups are: 1 for the next batch, `most` + 1 if the next `most` batches have
-        none."""
+        """Return how many batches ahead the domain's next groups are: 1 for the next batch; `most` + 1 if `most` batches have none."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
-        """Remove a domain without further prompts. Planned batches shrink; in later ones, other domains take its share."""
+        """Remove a domain without further prompts. Planned batches shrink; later, other domains take its share."""
         if domain in self._shares:
             del self._shares[domain]
             self._least.pop(domain, None)
@@ -153,7 +152,7 @@ class BatchPlan:
             self._places += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last requested batch, since a resumed run starts the prompts of later batches again."""
+        """Return the state after the last requested batch: a resumed run starts prompts of later ones again."""
         return self._handed_out
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ UNFINISHED, SURPLUS = "unfinished", "surplus"
 
 @dataclass
 class DomainStats:
-    """Statistics of one domain in one batch. Annotations hold the metric's name and, for a mean, the field to divide by."""
+    """Statistics of one domain in one batch. Annotations: the metric's name and, for a mean, the field to divide by."""
 
     requested: Annotated[int, "rollout/requested"] = 0
     delivered: Annotated[int, "rollout/groups"] = 0
@@ -85,7 +85,7 @@ class RunTotals:
         ("delivered", "delivered", "realised_share"),
         ("delivered_tokens", "batch_tokens", "token_share"),
     )
-    """Rows of (name in checkpoints, DomainStats field to sum over the run, field for the domain's share of that sum)."""
+    """Rows of (name in checkpoints, DomainStats field to sum over the run, field for the domain's share of the sum)."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)
@@ -115,7 +115,7 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Collects statistics per batch. Events count for the batch generated at that time: a slow sample may count in several batches."""
+    """Collects statistics per batch. Events count for the batch generated at the time: a slow sample may count in several."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)
@@ -176,7 +176,7 @@ def commonest(causes: Counter[str]) -> str:
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Return why a group is lost (all samples, or the greedy baseline, failed); else None."""
+    """Return why a group is lost (all samples, or the greedy baseline, failed), if so."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

@@ -32,7 +32,7 @@ class Supply(Protocol):
         ...
 
     def batches(self, batches_requested: int, handed_out: int) -> int:
-        """Return how many batches may have started once training has requested `batches_requested` and received `handed_out`."""
+        """Return how many batches may have started once training has requested `batches_requested` and got `handed_out`."""
         ...
 
 
@@ -60,7 +60,7 @@ class OneStepOff:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Starts new prompts as earlier ones end. At most max_staleness + 1 batches are started but not trained."""
+    """Starts new prompts as earlier ones end: at most max_staleness + 1 batches are started but not trained."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = False
@@ -98,7 +98,7 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""Fraction: a log-prob pass during generation starts when 1/LEAST_SHARE of a batch's groups have finished since the last."""
+"""Divisor: log-prob passes during generation start when 1/LEAST_SHARE of a batch's groups have finished since the last."""
 
 
 def least_early(prompts_per_step: int) -> int:

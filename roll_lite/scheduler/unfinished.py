@@ -24,7 +24,7 @@ class SavedTurn:
     """Response in an unfinished episode; partial if its finish reason is ABORT.
 
     `number`: unique in the sample. `given`: number of new tokens that it answers; `given_ids`: their ids (int32). `after`: number of the
-    response that these tokens follow; None: they are a prompt.
+    response that they follow; None: they are a prompt.
     """
 
     number: int
@@ -40,12 +40,12 @@ class SavedTurn:
 
 @dataclass(frozen=True)
 class SavedSample:
-    """State of a sample in a checkpoint: its tokens so far, and its score if complete."""
+    """State of a sample in a checkpoint: tokens so far, and the score if complete."""
 
     attempt: int
     transcript: Transcript
     outcome: SampleOutcome | None = None
-    """Outcome; None while the sample is in its first response (finish reason ABORT) or waits for its score."""
+    """Outcome; None in the first response (finish reason ABORT) and while waiting for the score."""
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False
@@ -78,8 +78,8 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Pieces(NamedTuple):
-    """Tokens of a response in progress: its request's (context, prompt), then those of the `parts` generated for it. After an interruption,
-    the context includes the earlier part of the response."""
+    """Tokens of a response in progress: its request's (context, prompt), then its `parts`. After an interruption, the context includes the
+    earlier part of the response."""
 
     request: GenerationRequest
     parts: Sequence[TokenRow]
@@ -94,4 +94,4 @@ class Unfinished(NamedTuple):
 
     sample: SavedSample
     under_way: Mapping[int, Pieces] = {}
-    """{index of a row, or of a turn in an unfinished episode: tokens of its response in progress}."""
+    """{index of a row, or of a turn in an unfinished episode: tokens of the response in progress}."""

@@ -41,7 +41,7 @@ class Validation:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, most: float) -> None:
-        """Start prompts until `most` samples run or wait for a reward worker; at least one prompt if no sample is unfinished."""
+        """Start prompts until `most` samples run or wait for a reward worker; at least one if no sample is unfinished."""
         while self._left and (not self._unfinished or self._with_engines + self._samples <= most):
             number, (name, index) = self._left.popleft()
             domain = self._domains[name]

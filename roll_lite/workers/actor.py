@@ -27,7 +27,7 @@ from roll_lite.workers.objectives import ActorLoss
 
 @dataclass(frozen=True)
 class CreditReport:
-    """Advantages and metrics of one rank: `sums` add up over ranks, `peaks` are minima and maxima."""
+    """Advantages and metrics of one rank: `sums` add up over ranks, `peaks` are extremes."""
 
     block: Block
     sums: dict[str, float]
@@ -79,7 +79,7 @@ class ActorWorker(ModelWorker):
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Compute advantages and the critic's targets. All head ranks (one per data parallel rank) must call it."""
+        """Compute advantages and the critic's targets. All head ranks must call it."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)
@@ -171,5 +171,5 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
 
 
 def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """Drop the metrics of log-prob mismatch between engine and trainer: after an update, they include its effect."""
+    """Drop the metrics of log-prob mismatch between engine and trainer: after an update they include its effect."""
     return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}

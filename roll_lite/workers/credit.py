@@ -1,4 +1,4 @@
-"""Compute the advantages of one rank's rows. Group baselines need the whole batch, so all ranks, even without rows, all-gather rewards and
+"""Compute the advantages of one rank's rows. Group baselines need the whole batch: all ranks, even without rows, all-gather rewards and
 group numbers."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roll_lite.workers.credit_inputs import CreditInputs, SampleTable, users_adv
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""Function that all-gathers over data-parallel ranks: takes this rank's [rows, n], returns all ranks' tensors in rank order. Row counts may
+"""Function that all-gathers over data-parallel ranks: from this rank's [rows, n] to all ranks' tensors in rank order. Row counts may
 differ."""
 
 
@@ -37,11 +37,11 @@ class Credit:
     kl: torch.Tensor | None
     """KL(policy || reference) per token, without coefficient; None without KL in the reward."""
     rewards_per_row: torch.Tensor
-    """[B] float64: score (in the sample's first row only) minus coef * KL, so that a sample's rows add up to its reward."""
+    """[B] float64: score (in the sample's first row only) minus coef * KL: a sample's rows add up to its reward."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
-    """True if a forward pass before the updates measures entropy and mismatch with the engine."""
+    """True if a forward pass before the updates measures entropy and engine mismatch."""
     return OLD_COLUMN[algorithm.old_log_probs] == "old_log_probs"
 
 
@@ -65,11 +65,11 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Compute advantages and the critic's targets from `credit_columns`. All head ranks (one per data parallel rank) must take part."""
+    """Compute advantages and the critic's targets from `credit_columns`. All head ranks must take part."""
 
     def whitening(moments: torch.Tensor) -> tuple[float, float]:
-        """Return (mean, 1 / standard deviation) over all ranks' training tokens from the moments of this rank's rows. Rows with non-finite
-        moments do not count."""
+        """Return (mean, 1 / standard deviation) over all ranks' training tokens, without rows with non-finite moments. `moments`: of this
+        rank's rows."""
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
         return formulas.mean_and_scale(formulas.merged_moments(torch.cat(gather(mine[None]))))
 
@@ -107,7 +107,7 @@ class Turns(NamedTuple):
     """Index in the mask of each response's first token; `ends`: index after its last token."""
     ends: list[int]
     states: torch.Tensor
-    """[turns] float64: hash of the tokens between the previous response, or the start, and this one."""
+    """[turns] float64: hash of the tokens since the previous response, or the start."""
     rewards: torch.Tensor
     """[turns] float64: reward of each turn, without KL."""
 
@@ -222,7 +222,6 @@ def _reinforce(task: CreditTask, gamma: float, discount: str) -> Estimate:
 
 
 def _reinforce_plus_plus(task: CreditTask, gamma: float, discount: str, baseline: str) -> Estimate:
-    """Return REINFORCE advantages of token rewards. `baseline: group` subtracts the group's mean score."""
     last_token_reward = task.last_token_reward
     if baseline == "group":
         samples = task.global_samples()

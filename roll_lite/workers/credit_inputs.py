@@ -33,7 +33,7 @@ class SampleTable:
 
 @dataclass(frozen=True)
 class CreditInputs:
-    """Argument of a user's advantage estimator: the rank's padded rows (B may be 0). Masked values in [B, T-1] are arbitrary."""
+    """Argument of a user's advantage estimator: this rank's padded rows (B may be 0). Masked values in [B, T-1] are arbitrary."""
 
     token_rewards: torch.Tensor
     """[B, T-1] float64: the reward on the last policy token, minus coef * KL on every policy token."""
@@ -56,8 +56,8 @@ class CreditInputs:
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the user's estimator. Return advantages and the critic's targets (None without a critic), [B, T-1], 0 where masked. A number per
-    row counts for all its policy tokens."""
+    """Call the user's estimator. Return advantages and the critic's targets (None without a critic), [B, T-1], 0 where masked. One number
+    per row counts for its policy tokens."""
     result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
     pair = isinstance(result, tuple)
     if inputs.values is not None and not (pair and len(result) == 2):

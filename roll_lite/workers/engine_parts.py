@@ -93,8 +93,8 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Watch the actors while they start. If one dies, kill this node's engine processes, which would wait forever. Runs in a thread,
-        since a starting engine may block the event loop."""
+        """Watch the starting actors. If one dies, kill this node's engine processes, which would wait forever. Runs in a thread: a starting
+        engine may block the event loop."""
         pending = list(started)
         while pending and not self._start_is_over.is_set():
             ready, pending = ray.wait(pending, timeout=1.0)

@@ -30,7 +30,7 @@ from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""Seconds beyond `turn_timeout_s` after which a worker without a word counts as lost."""
+"""Seconds beyond `turn_timeout_s` after which a worker that reports no timeout counts as lost."""
 
 
 class EnvironmentWorker:
@@ -108,7 +108,7 @@ class EnvironmentPool:
     """Plays one domain's episodes, each in the worker with the fewest. Episodes of a lost worker start again."""
 
     def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
-        """`limited`: at most `parallel` episodes per worker. False in deterministic runs, where all samples must wait before any request is
+        """`limited`: at most `parallel` episodes per worker; not in deterministic runs, where all samples must wait before any request is
         sent."""
         assert domain.environment is not None
         self._domain = domain
@@ -189,7 +189,7 @@ class EnvironmentPool:
             running.events.put_nowait(error)
 
     async def problem(self, prompts: Sequence[Prompt]) -> str | None:
-        """Play episodes with canned responses. Return an error message if all fail; one failure may be a bad row."""
+        """Play episodes with canned responses. Return an error if all fail; one failure may be a bad row."""
         causes = await asyncio.gather(*map(self._trial_failure, prompts))
         if not all(causes):
             return None

@@ -35,7 +35,6 @@ LAST_SECONDS = 2.0
 PULSE_SECONDS = 2.0
 """Seconds between a heartbeat's answer and the next heartbeat."""
 MOST_BLOCKS = 32
-"""Maximum token blocks per call."""
 POLL_SECONDS = 10.0
 """Maximum seconds that `collect` waits for a completion."""
 
@@ -54,7 +53,7 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """`parts[replica]`: Ray options of the replica's actors on further nodes, if it spans nodes."""
+        """`parts[replica]`: Ray options of the replica's actors on further nodes."""
         super().__init__()
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
@@ -70,7 +69,7 @@ class InferWorker(AsyncWorker):
         await self._strategy.preload()
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> Place:
-        """Start the engine in this replica's turn (rank % turns). Engines on one GPU take turns, since each measures the free memory."""
+        """Start the engine in this replica's turn (rank % turns): engines on one GPU take turns, since each measures free memory."""
         if self.rank % turns != turn:
             return await self.place()
         if self._parts is None:
@@ -113,8 +112,8 @@ class InferWorker(AsyncWorker):
         await self._pump.submit(requests, frozen)
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
-        """Return completions since the last call, then `most_blocks` token blocks, padded with None. The caller owns them: they outlive
-        this process."""
+        """Return completions since the last call, then `most_blocks` token blocks, padded with None. The caller owns them, beyond this
+        process's life."""
         collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
         return collected, *blocks, *[None] * (most_blocks - len(blocks))
 
@@ -132,7 +131,7 @@ class InferWorker(AsyncWorker):
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
-        """Update the engine's weights. If an update breaks off after weights changed, the engine stays frozen until a complete one."""
+        """Update the engine's weights. If this breaks off after weights changed, the engine stays frozen until a complete update."""
         self._version = version
         return await self._transferred(self._strategy.update_weights(routes, version))
 
@@ -180,8 +179,7 @@ class InferWorker(AsyncWorker):
     async def _of_engine(self, work: Awaitable[T]) -> T:
         """Await work of the engine. If it fails, give up the engine and raise MemberLost.
 
-        A living engine's TransferError is raised unchanged, and so is every error before the first weight update, which all engines would
-        raise.
+        A living engine's TransferError is raised unchanged, as are errors before the first weight update, which all engines would raise.
         """
         try:
             return await work
@@ -194,7 +192,7 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Fleet member for one engine number. `engine`: the current engine with this number, after a loss the replacement."""
+    """Fleet member for one engine number. `engine`: the current one with this number, after a loss the replacement."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
         self.name = engine.name
@@ -204,7 +202,7 @@ class EngineSeat:
         self._is_first = not is_absent
 
     async def start(self) -> None:
-        """Wait until the engine or, after a loss, a replacement has started. Raise MemberLost if none will come."""
+        """Wait until the engine or, after a loss, a replacement has started; MemberLost if none will come."""
         if self._is_first:
             self._is_first = False
             await self.engine.start()
@@ -223,8 +221,8 @@ class EngineSeat:
 
 
 class RemoteEngine(BatchedEngine):
-    """Client of an InferWorker. If the worker's process dies, the pending `collect` fails at once. `silence_s`: seconds without an answer
-    after which the worker counts as lost; None: unlimited."""
+    """Client of an InferWorker. If its process dies, the pending `collect` fails at once. `silence_s`: seconds without an answer after
+    which it counts as lost; None: unlimited."""
 
     def __init__(self, name: str, worker: Any, frozen_admission: bool = False, silence_s: float | None = None) -> None:
         super().__init__(name, frozen_admission)

@@ -152,7 +152,7 @@ class JudgeWorker(AsyncWorker):
         return self._server.address
 
     async def initialize(self, before: Sequence[JudgeAddress] | None = None) -> None:
-        """Start the server. `before`: after a restart, the judge's former addresses by rank; the server takes over its own."""
+        """Start the server. `before`: after a restart, the judge's former addresses by rank; its own is taken over."""
         if before is not None:
             await self._server.take_over(before[self.rank])
         await self._fleet.start()

@@ -65,7 +65,7 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """Part of a training step for one data parallel rank: its rows (`shard`), and its samples of each mini-batch."""
+    """Part of a training step for one data parallel rank: its rows (`shard`) and its samples of each mini-batch."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
@@ -81,9 +81,9 @@ class Update:
     ratios: np.ndarray | None = None
     """Histogram of the log-ratios of new to old policy, [domains, bins]; None for the critic."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Log-prob differences between engine and trainer; only in the first update, and empty if measured before training."""
+    """Log-prob differences between engine and trainer; in the first update, if not measured before training."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """{sample number: loss} of this rank's rows, to find faulty ones; only in the first of consecutive non-finite updates."""
+    """{sample number: loss} of this rank's rows, to find faulty ones; in the first of consecutive non-finite updates."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
@@ -182,7 +182,7 @@ class ModelWorker(Worker):
 
     @ray.method(num_returns=2)
     def copy_state(self, room: float) -> tuple[int, StateCopy | None]:
-        """Return the size of this rank's state in bytes, and a copy unless it exceeds `room`."""
+        """Return the size of this rank's state in bytes, with a copy unless it exceeds `room`."""
         copy = self.strategy.copy_state()
         size = sum(array.nbytes for array in copy[0])
         return size, copy if size <= room else None
@@ -216,7 +216,7 @@ class ModelWorker(Worker):
         self.strategy.load_hf(folder)
 
     def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
-        """Compute columns of this rank's rows; None except on head ranks (one per data parallel rank)."""
+        """Compute columns of this rank's rows; None except on head ranks."""
         batch = shard.materialize()
         found = self.forward_pass(batch, columns)
         return None if found is None else put_block(DataProto({"sample": batch.tensor("sample"), **found}))
@@ -256,7 +256,7 @@ class ModelWorker(Worker):
         work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
-        """Recompute each row's loss, by sample, after a non-finite update was skipped; empty except on head ranks."""
+        """Recompute each row's loss, by sample, after a skipped non-finite update; empty except on head ranks."""
         plan = self.strategy.plan(rows.lengths, self._forward_budget(loss_fn.outputs))
         found = self.strategy.forward(rows, loss_fn.outputs, plan)
         if found is None:

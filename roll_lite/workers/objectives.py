@@ -1,5 +1,5 @@
 """Losses of actor and critic: a micro-batch's loss, sum(loss_weight * token loss), and metric sums, which add up over micro-batches and
-ranks. `<name>#<number>` is the metric of one domain. Masked entries, even NaN, count as 0."""
+ranks. `<name>#<number>`: metric of one domain. Masked entries, even NaN, count as 0."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class ActorLoss:
         return loss.sum(), metrics
 
     def _given_columns(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return the optional arguments of the user's loss: {name: [B, T-1]}, 0 where masked. Only the entropy has a gradient."""
+        """Return the optional arguments of the user's loss, {name: [B, T-1]}, 0 where masked. Only the entropy has a gradient."""
         columns = micro_batch.columns if outputs.entropy is None else {**micro_batch.columns, "entropy": outputs.entropy}
         return {name: columns[name].masked_fill(~micro_batch.mask, 0.0) for name in self.given}
 

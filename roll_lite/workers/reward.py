@@ -19,7 +19,7 @@ from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, Sco
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 BATCH_SECONDS = 0.05
-"""Target seconds of one call: longer than a call's overhead, but short, since results wait for the whole call."""
+"""Target seconds of one call: longer than its overhead, but short, since results wait for the whole call."""
 SLICE_SECONDS = 0.5
 """Seconds after which a call returns with finished samples: a hanging one must not delay its batch."""
 MOST_SAMPLES = 64
@@ -41,7 +41,7 @@ class RewardWorker:
         self._path = path
 
     def prepare(self) -> tuple[bool, bool, str]:
-        """Load and warm up the reward functions. Return (any is async, any takes lists of samples, note for the user)."""
+        """Load and warm up the reward functions. Return (whether any is async, whether any takes lists of samples, note for the user)."""
         self._scorer, reward = BatchScorer.of(self._config, self._path)
         return reward.is_async, reward.is_batched, reward.describe()
 
@@ -86,8 +86,8 @@ class EpisodeRewards:
 
 
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
-    """RewardClient over one domain's reward workers. A function that hangs or kills its process fails its own sample; others of the call
-    are scored again."""
+    """RewardClient over one domain's reward workers. A function that hangs or kills its process fails its own sample; the call's others are
+    scored again."""
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
         self._config = config

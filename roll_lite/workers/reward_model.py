@@ -47,7 +47,7 @@ class NotInitialized(MemberLost):
 
 
 class RewardModelWorker(Worker):
-    """Rank of a reward model. Its death does not end the run: Ray restarts it, and the rollout service initializes it again."""
+    """Rank of a reward model. Its death does not end the run: Ray restarts it, the rollout service initializes it again."""
 
     watched: ClassVar[bool] = False
     max_restarts: ClassVar[int] = -1

@@ -30,7 +30,7 @@ WINDOW_SECONDS = 0.003
 RESTART_SECONDS = 600.0
 """Timeout in seconds for restarted processes to start and load the model."""
 HANG_SECONDS = 600.0
-"""Timeout in seconds of one batch on a copy; longer than that of one sample (`timeout_s`)."""
+"""Timeout in seconds of one batch on a copy; longer than a sample's (`timeout_s`)."""
 KILL_SECONDS = 1.0
 POLL_SECONDS = 0.25
 
@@ -60,7 +60,7 @@ def is_gone(error: BaseException) -> bool:
 
 
 class Ranks:
-    """Ranks of a reward model that restart together: all with Megatron, one with hf. Ray restarts the processes; `start` loads the
+    """Ranks of a reward model that restart together: all with Megatron, one with hf. Ray restarts the processes, `start` loads the
     model."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
@@ -74,7 +74,7 @@ class Ranks:
         """None: unknown, since a lost rollout service may have left the model loaded."""
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first `start`, before which the driver has loaded the model. Later calls, after a loss, load it."""
+        """True until the first `start`, before which the driver has loaded the model; later calls, after a loss, load it."""
         self._is_gone = False
         self._was_killed = False
 
@@ -96,7 +96,7 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Wait until a rank stops answering; return the cause. MemberLost if a rank dies or is restarted."""
+        """Wait until a rank stops answering; return the cause. MemberLost if one dies or is restarted."""
 
         async def ask() -> None:
             if await self._find_places() != self._places:
@@ -111,7 +111,7 @@ class Ranks:
         return list(await asyncio.gather(*(actor.place.remote() for actor in self._actors)))
 
     def kill(self) -> None:
-        """Kill the ranks; Ray restarts them. Connected ranks are all killed, since they cannot accept a single new one."""
+        """Kill the ranks; Ray restarts them. Connected ranks die together: they cannot accept a single new one."""
         self._was_killed = self._are_connected or not self._is_gone
         self._is_gone = False
         if self._was_killed:
@@ -285,7 +285,7 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> list[str]:
-        """Return why workers and ranks were replaced since the last call. Ranks of a shared model count for the first caller."""
+        """Return why workers and ranks were replaced since the last call. Those of a shared model count for its first caller."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else [])
 
     async def _scored(self, item: RewardInput) -> Score:

@@ -69,7 +69,7 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Batch for the driver: `rows`, and references to their tokens (`blocks`)."""
+    """Batch for the driver: rows, and references to their tokens (`blocks`)."""
 
     rows: DataProto
     blocks: list[Block]
@@ -99,7 +99,7 @@ class Trial:
     """True if `pool` was made for this test; it is closed afterwards."""
 
     async def problem(self) -> str | None:
-        """Return an error message if no prompt gets a score; one failure may be a bad reference answer."""
+        """Return an error if no prompt gets a score; one failure may be a bad reference answer."""
         causes = await asyncio.gather(*map(self._failure, self.prompts))
         if not all(causes):
             return None
@@ -139,7 +139,7 @@ class RolloutWorker(AsyncWorker):
         self._one_writes = asyncio.Lock()
 
     async def prepare(self, reward_models: Mapping[str, Sequence[Any]], judges: Mapping[str, JudgeAddress]) -> None:
-        """Read the data; start and test the reward workers. `reward_models`: RewardModelWorker actors by model."""
+        """Read the data; start and test reward workers. `reward_models`: RewardModelWorker actors by model."""
         models = self._config.reward_models
         self._reward_models = {name: RewardModelPool(name, reward_models[name], config) for name, config in models.items()}
         self._pools = {name: self._pool(name, domain, judges) for name, domain in self._config.domains.items()}
@@ -157,8 +157,7 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
-        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: {number: reason} of engines that join later
-        (`engine_restarted`)."""
+        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: {number: reason} of engines that join later."""
         config = self._config
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
         rollout, engines_restart = config.rollout, config.actor_infer.restarts > 0
@@ -191,7 +190,7 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Test each domain with a canned response to up to three prompts, by scoring and playing episodes: errors end the run early."""
+        """Test each domain with a canned response to up to three prompts: errors in scoring and episodes end the run early."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
@@ -203,8 +202,8 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Return the tests that can run before the engines start. If a reward needs a model or judge of this run, its other components are
-        tested."""
+        """Return the tests that can run before the engines start. Of a reward that needs a model or judge of this run, only other
+        components are tested."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward
@@ -286,8 +285,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups that are certain to be in the current batch and not in `known`; nothing for fewer than
-        `least` groups."""
+        """Return rows and tokens of finished groups certain to be in the current batch and not in `known`; nothing for fewer than `least`
+        groups."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), tokens_of(trainable, self._columns)
@@ -310,7 +309,7 @@ class RolloutWorker(AsyncWorker):
         self._router.add(client)
 
     async def engine_leaves(self, number: int) -> None:
-        """Move an engine's requests to other engines, since its node will leave. Returns once it has none."""
+        """Move an engine's requests to others, since its node will leave; return once it has none."""
         name = self._engines.members[number].name
         await self._router.drain(name, interrupt=True)
         self._left.add(name)
@@ -323,7 +322,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.progress(held_out)
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
-        """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
+        """Run a validation beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         columns = reported_columns(result.groups, self._config.domains)
@@ -365,8 +364,8 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Return the state after the last batch of `state`, with groups admitted since, and a checkpoint file with its unfinished samples,
-        or b"". Deterministic runs return `state`: groups admitted since must start together again."""
+        """Return the state after the last batch of `state`, with groups admitted since, and a checkpoint file of its unfinished samples, or
+        b"". Deterministic runs return `state`: later groups must start together again."""
         if not self._config.deterministic:
             state = self._service.state_dict(state["batches"])
         found = self._service.unfinished(state)

@@ -1,5 +1,4 @@
-"""Output of the rollout service: for the driver, a row per branch of each sample, with references to its tokens; for people, JSON lines;
-for replays, dumps."""
+"""Output of the rollout service: rows for the driver, with references to their tokens; JSON lines for people; dumps for replays."""
 
 from __future__ import annotations
 
@@ -78,8 +77,8 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def reported_columns(groups: Iterable[SampleGroup], domains: Mapping[str, DomainConfig]) -> dict[str, list[str]]:
-    """Return {domain: data columns by which a validation reports results}: `data.report_by` or, if null, the columns of REPORTED with text
-    or numbers in all prompts and at most MOST_REPORTED values."""
+    """Return {domain: data columns by which a validation reports}: `data.report_by` or, if null, the columns of REPORTED with text or
+    numbers in all prompts and at most MOST_REPORTED values."""
     prompts: dict[str, list[Prompt]] = {name: [] for name in domains}
     for group in groups:
         prompts[group.domain].append(group.samples[0].prompt)
@@ -110,7 +109,7 @@ def _answers(group: SampleGroup) -> Iterator[int]:
 
 
 def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block:
-    """Return a Block with references to the tokens of all rows, in the order of `rows_of`. `extra`: token columns beside TOKEN_COLUMNS."""
+    """Return a Block with references to all rows' tokens, in the order of `rows_of`. `extra`: token columns beside TOKEN_COLUMNS."""
     places = [row.tokens for group in groups for sample in group.samples for row in sample.transcript.rows]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -123,7 +122,7 @@ def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block
 
 
 def turn_rewards_of(groups: Sequence[SampleGroup], per_turn: Mapping[str, float]) -> Block:
-    """Return a block with `turn_rewards` for the rows of `rows_of`. `per_turn`: {domain that rewards turns: its reward's weight}."""
+    """Return a block with `turn_rewards` for the rows of `rows_of`. `per_turn`: {domain that rewards turns: weight}."""
     samples = [sample for group in groups for sample in group.samples]
     column = turn_rewards((row, weighted_rewards(sample, per_turn)) for sample in samples for row in sample.transcript.rows)
     return put_block(DataProto({"sample": torch.arange(len(column)), "turn_rewards": column}))
@@ -151,7 +150,7 @@ def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> byt
 def write_samples(
     path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0, columns: Mapping[str, Sequence[str]] = NONE
 ) -> None:
-    """Write a line per sample, failed ones and greedy baselines included. The file appears when complete. `clock_offset`: wall clock minus
+    """Write a line per sample, with failed ones and greedy baselines. The file appears when complete. `clock_offset`: wall clock minus
     event loop clock, in seconds. `columns`: from `reported_columns`, for a validation."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, has_other_writers=False) as draft, draft.open("wb") as file:
@@ -226,7 +225,7 @@ class DumpSpec:
         clock_offset: float,
         per_turn: Mapping[str, float],
     ) -> Callable[[], None]:
-        """Return a function that writes a dump in a thread, with `stats` as they are when this is called."""
+        """Return a function that writes a dump in a thread, with the present `stats`."""
         rewards = partial(weighted_rewards, per_turn=per_turn) if per_turn else None
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(

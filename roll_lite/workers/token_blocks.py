@@ -1,4 +1,4 @@
-"""Token blocks: tables of tokens. A row holds all tokens of a sample so far: prompt, responses, environment messages."""
+"""Token blocks: tables of tokens. A row holds a sample's tokens so far: prompt, responses, environment messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, TokenRow
 
 BLOCK_TOKENS = 2**16
-"""Tokens of a full block, about 850 KB. In larger blocks, readers of one row fetch more; smaller ones need more references, at 100 to 200
+"""Tokens of a full block, about 850 KB. In larger ones, readers of one row fetch more; smaller ones need more references, at 100 to 200
 microseconds each."""
 
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
@@ -53,7 +53,7 @@ class TokenRecord:
         return replace(self, mask=np.zeros_like(self.mask), log_probs=np.zeros_like(self.log_probs), extra=extra)
 
     def fill_experts(self, experts: np.ndarray | None) -> TokenRecord:
-        """Fill unknown expert ids with those the engine reports. Known ids stay, since sampling used them; a prefill may choose others."""
+        """Fill unknown expert ids with the engine's. Known ids stay, since sampling used them; a prefill may choose others."""
         if experts is None:
             return self
         told = _stacked([experts[: len(self)], _unknown(EXPERTS, max(0, len(self) - len(experts)))])

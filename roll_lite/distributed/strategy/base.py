@@ -38,7 +38,8 @@ from roll_lite.files import FileRecord, flush, record
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Parallel coordinates of a rank. Head ranks return results: tensor and context rank 0 of the last pipeline stage."""
+    """Parallel coordinates of a rank. Head ranks, one per data parallel rank, return results: tensor and context rank 0 of the last
+    pipeline stage."""
 
     rank: int
     world_size: int
@@ -131,7 +132,7 @@ class TrainResult:
 
 
 class ForwardStrategy(ABC):
-    """Model for forward passes, sharded over a cluster's ranks, which must all call its methods in the same order."""
+    """Model for forward passes, sharded over a cluster's ranks. All must call its methods in the same order."""
 
     needs_process_group: ClassVar[bool] = True
     pads_rows: ClassVar[bool] = False
@@ -162,13 +163,13 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def offload(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
-        """Move state groups to the host and free device memory; gradients are dropped. Return {"freed": bytes, "out": bytes copied}, or {}
-        if not measured."""
+        """Move state groups to the host and free device memory; drop gradients. Return {"freed": bytes, "out": bytes copied}, or {} if not
+        measured."""
 
 
 @dataclass
 class CheckpointWrite:
-    """Files that one rank adds to a checkpoint: complete here, perhaps written in the background by a subclass."""
+    """Files that one rank adds to a checkpoint; a subclass may write them in the background."""
 
     folder: Path
     files: Sequence[Path] = ()
@@ -190,7 +191,7 @@ StateCopy = tuple[list[np.ndarray], list[dict[str, float]], dict[str, Any]]
 class TrainStrategy(ForwardStrategy):
     @abstractmethod
     def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
-        """Run an optimizer step on this data-parallel rank's rows. `loss_fn` is called for every micro-batch, even an empty one."""
+        """Run an optimizer step on this data-parallel rank's rows. `loss_fn` is called for every micro-batch, even empty."""
 
     @abstractmethod
     def adapters_off(self) -> AbstractContextManager[None]:
@@ -202,8 +203,8 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:
-        """Gather one bucket (collective). Return it on the sending rank, None elsewhere. Tensors may share the model's memory; they are
-        valid until training continues."""
+        """Gather one bucket (collective). Return it on the sending rank, None elsewhere. Tensors may share the model's memory: valid until
+        training continues."""
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
@@ -300,7 +301,7 @@ class RequestProgress:
     generated: int
     """Tokens so far; may lag slightly."""
     part: Completion | None = None
-    """New tokens since the last report, except the newest: it may end the response, and a retry must not continue after the end."""
+    """New tokens since the last report, except the newest: it may end the response, and a retry must not continue after that."""
 
 
 Report = Callable[[RequestProgress], None]

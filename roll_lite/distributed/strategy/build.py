@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang": sglang.check_version}
-"""{engine: function that returns the installed version, or raises NotInstalled, or RuntimeError for an unsupported one}."""
+"""{engine: function that returns the installed version; raises NotInstalled, or RuntimeError for an unsupported one}."""
 
 
 CONNECTS_RANKS: Mapping[str, bool] = {"megatron": True, "hf": False}
@@ -61,8 +61,8 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Return the settings of one of `sharers` engines that share a GPU equally. `place`: engines that start before it. vLLM's memory
-    setting is a fraction of all GPU memory, SGLang's of the free memory."""
+    """Return the settings of one of `sharers` engines sharing a GPU equally. `place`: engines that start before it. vLLM's memory setting
+    is a fraction of all GPU memory, SGLang's of the free memory."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
@@ -119,7 +119,7 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Parse field names of an installed package, since importing takes seconds; empty if a class is missing. `places`: (file pattern, class
+    """Parse an installed package's field names, since importing takes seconds; empty if a class is missing. `places`: (file pattern, class
     name or None for all)."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []

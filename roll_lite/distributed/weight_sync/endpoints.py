@@ -74,7 +74,7 @@ def sender_to(group: TransferGroup, receiver: int, owner: int) -> int:
     """Return the training rank that sends to a receiver: the one on its GPU, else one whose GPU memory it can read, else `owner`, which
     gathers the tensors.
 
-    A receiver always reads from the same GPU, since a CUDA context on another costs memory.
+    Receivers always read from the same GPU: a CUDA context on another costs memory.
     """
     home = group.homes[receiver]
     on_own, *readable = [group.trainer_on.get((home.machine, device)) for device in (home.device, *home.visible)]
@@ -188,10 +188,10 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 
 
 class WeightSender:
-    """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls.
+    """Weight sender of a training rank. Gathering is collective: ranks that send nothing make the same calls.
 
-    An engine worker on a training rank's GPU gets all tensors from that rank, so the rank that gathers a bucket broadcasts it to the other
-    training ranks. Trainers and engines on shared GPUs then need no common NCCL group, whose kernels would wait for each other on a GPU.
+    An engine worker on a training rank's GPU gets all tensors from that rank, to which the rank that gathers a bucket broadcasts it.
+    Trainers and engines on shared GPUs then need no common NCCL group, whose kernels would wait for each other on a GPU.
     """
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
@@ -280,8 +280,8 @@ class WeightSender:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def _finish_broadcasts(self) -> None:
-        """Wait for this rank's NCCL broadcasts to engines on other GPUs. Otherwise one could queue on the GPU behind a broadcast between
-        trainers, whose owner waits for that engine (deadlock)."""
+        """Wait for this rank's NCCL broadcasts to engines on other GPUs. One could queue on the GPU behind a broadcast between trainers,
+        whose owner waits for that engine (deadlock)."""
         if isinstance(self._transport, SideBySideSender) and self._transport.group.failure is None:
             with self._transport.group.report_failures():
                 self._transport.finish_one("nccl")

@@ -1,6 +1,6 @@
 """Transfer group: training ranks and engine workers that announce weight buckets through a rendezvous store.
 
-When engines join or leave, a new group with a higher epoch replaces the old one, whose members get StaleEpoch.
+When engines join or leave, a new group with a higher epoch replaces it; members of the old one get StaleEpoch.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key for `interrupt`'s new epoch; a group's member 0 writes its own to _EPOCH. The larger counts. With one writer, a key's epoch
-never decreases."""
+"""Store key for `interrupt`'s new epoch; a group's member 0 writes its own to _EPOCH. The larger counts. With one writer, a key never
+decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
@@ -150,7 +150,7 @@ def interrupt(rendezvous: TCPStore, epoch: int) -> None:
 
 
 class TransferGroup:
-    """Connection of one member (training rank or engine worker) to all others. The constructor blocks until all have joined."""
+    """Connection of one member (training rank or engine worker) to all others; the constructor blocks until all have joined."""
 
     def __init__(self, membership: Membership, number: int, home: Home | None = None) -> None:
         assert 0 <= number < len(membership.members), f"member {number} of {len(membership.members)}"
@@ -286,7 +286,7 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Poll until all keys, {key: member that writes it}, are in the store. Its own wait would not name missing ones."""
+        """Poll until all keys, {key: member that writes it}, are in the store, whose own wait would not name missing ones."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:
@@ -300,7 +300,7 @@ class TransferGroup:
 
     def poll(self, is_done: Callable[[float], bool], what: str, who: Callable[[], str] = lambda: "somebody") -> None:
         """Call `is_done(seconds)`, which may block that long, until it returns True. StaleEpoch or TransferTimeout; the message names the
-        awaited work (`what`) and the missing members (`who()`)."""
+        awaited work (`what`) and missing members (`who()`)."""
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         while not is_done(pause):

@@ -86,7 +86,7 @@ class GpuSegment(BucketSegment):
 
 
 class ExportedSegment(GpuSegment):
-    """Send buffer exported by CUDA IPC. The handle has the GPU's UUID, since device numbers differ between processes."""
+    """Send buffer exported by CUDA IPC. The handle has the GPU's UUID."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         with without_expandable_segments():
@@ -118,7 +118,7 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def free_abandoned_exports(exported: Iterable[ExportedMemory], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exports that no reader will release and torch would keep: those never opened, and those of readers not in `homes`."""
+    """Free exports that no reader will release and torch would keep: never opened, or of readers not in `homes`."""
     abandoned = [one for one in exported if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
         _, arguments = one.export

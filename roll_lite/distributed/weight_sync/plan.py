@@ -55,7 +55,7 @@ class ExportPlan:
 
 def bucket_limit(bucket_bytes: int, expert_owners: int, layer_bytes: int) -> int:
     """Return the size limit of a bucket with experts. An engine holds one such bucket per owner: together `bucket_bytes` or, if larger, one
-    layer's experts. `layer_bytes`: one owner's experts of a layer."""
+    layer's experts. `layer_bytes`: one owner's part of a layer."""
     return min(bucket_bytes, max(bucket_bytes // expert_owners, layer_bytes))
 
 
@@ -148,7 +148,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """Plan a weight update. A bucket's owner sends to all engine workers, expert tensors to workers that hold them. `engines`: {engine:
+    """Plan a weight update. A bucket's owner sends to all engine workers, expert tensors to those holding them. `engines`: {engine:
     workers}. `expert_parallel`: workers that divide an engine's experts."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
@@ -178,7 +178,7 @@ def _require_one_owner(export: ExportPlan) -> None:
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Return {name of an expert's tensor: index of the engine worker that holds it}; empty if experts are sharded over all workers."""
+    """Return {name of an expert's tensor: index of its engine worker}; empty if experts are sharded over all workers."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

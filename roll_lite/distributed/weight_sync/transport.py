@@ -1,7 +1,7 @@
 """Base of the weight transports, and the transport through memory that both sides can read.
 
-A bucket is one byte buffer, whose layout both sides compute from the list of tensors. The sender reuses it once all receivers report the
-bucket as loaded (`done`) and hold none of its tensors.
+A bucket is one byte buffer, whose layout follows from the list of tensors. The sender reuses it once all receivers have loaded the bucket
+(`done`) and hold none of its tensors.
 """
 
 from __future__ import annotations

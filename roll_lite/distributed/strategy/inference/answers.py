@@ -1,4 +1,4 @@
-"""Return exceptions of engine workers as values, and raise them once all have answered: vLLM's executor would leave the other answers in
+"""Return exceptions of engine workers as values, and raise them once all have answered: vLLM's executor would leave other answers in
 queues, SGLang's RPC would report one worker."""
 
 from __future__ import annotations

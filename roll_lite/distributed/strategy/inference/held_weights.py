@@ -1,7 +1,6 @@
 """Read an engine's weights back as Hugging Face tensors, to compare them with the trainer's.
 
-vLLM packs matrices on CPUs: they are read by multiplying with the identity, which is exact except for the sign of zero and, on some CPUs,
-subnormal numbers.
+vLLM packs matrices on CPUs. They are multiplied with the identity: exact except for the sign of zero and, on some CPUs, subnormal numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Layers:
     gather: Gather
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """Join a sharded tensor (collective). `copies`: workers that hold each shard; RuntimeError if they differ."""
+        """Join a sharded tensor (collective). `copies`: workers with each shard; RuntimeError if they differ."""
         if self.workers == 1:
             return part
         parts = self.gather(part.contiguous(), dim).chunk(self.workers, dim)
@@ -105,8 +104,8 @@ def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, l
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """Return, for each matrix fused in the module, its rows on this worker and the number of workers with the same rows (several for
-    replicated key and value heads)."""
+    """Return, for each matrix fused in the module, its rows on this worker and how many workers hold the same rows (several for replicated
+    key and value heads)."""
     if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))

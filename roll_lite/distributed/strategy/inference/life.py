@@ -86,7 +86,7 @@ class EngineLife:
         """True from an offload that dropped the weights until a complete update."""
         self.update: WeightUpdate | None = None
         self.halted: bool | None = False
-        """True if the engine process has paused generation; None (unknown) during a call to pause or resume, and after its cancellation."""
+        """True if the engine process has paused generation; None (unknown) during a call to pause or resume and after its cancellation."""
         self.version = 0
         self._make = make
         self._died = asyncio.Event()

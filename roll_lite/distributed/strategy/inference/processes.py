@@ -112,8 +112,8 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """Wait in a thread for the end of process `pid`, then call `act`. If the hosting process has ended too, first remove the engine's
-    scratch folder."""
+    """Wait in a thread for the end of process `pid`; then call `act`, after removing the engine's scratch folder if the hosting process has
+    ended too."""
     watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
 
     def watch() -> None:

@@ -74,8 +74,8 @@ def stop_overlap_tokens(request: GenerationRequest) -> int:
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
-    """Convert expert choices [tokens, layers, experts per token] of all layers, or of expert layers only, to int16 [tokens, expert layers *
-    experts per token]."""
+    """Convert expert choices [tokens, layers, experts per token], of all or of expert layers, to int16 [tokens, expert layers * experts per
+    token]."""
     if told.shape[1] == len(experts.layers):
         told = told[:, np.array(experts.layers)]
     assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"

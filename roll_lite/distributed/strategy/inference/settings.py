@@ -17,7 +17,7 @@ FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 """{fused layer: its projections}, for model classes without `packed_modules_mapping`."""
 
 Range = tuple[str, str]
-"""(first supported version, first unsupported later version)."""
+"""(first supported version, first unsupported one)."""
 
 
 class NotInstalled(RuntimeError):
@@ -25,8 +25,8 @@ class NotInstalled(RuntimeError):
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Return the version of the first of `distributions` that is installed. RuntimeError if it is outside `supported`, NotInstalled if none
-    is. `remedy`: what to install."""
+    """Return the version of the first installed one of `distributions`. RuntimeError outside `supported`, NotInstalled without any.
+    `remedy`: what to install."""
     low, high = supported
     for name in distributions:
         try:

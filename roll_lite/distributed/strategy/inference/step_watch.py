@@ -1,7 +1,6 @@
 """Detect an engine that takes no steps although its processes live: a hung kernel, a deadlock.
 
-The engine's loop answers between steps. The engine is stuck if an answer takes much longer than the longest step so far, without
-compilation.
+The engine's loop answers between steps. It is stuck if an answer takes much longer than the longest step so far, without compilation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints in Megatron's torch_dist format: weights, optimizer, learning rate schedule, random state.
+"""Checkpoints in Megatron's torch_dist format: weights, optimizer, schedule, random state.
 
 Shards have offsets in the full tensor, so other parallel layouts can load them; random state needs the same layout.
 """
@@ -58,8 +58,8 @@ def write_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save a checkpoint to a shared folder (collective); return this rank's files. `model`: facts that loading compares. `writer`: writes
-    the tensors to STATE_FOLDER."""
+    """Save a checkpoint to a shared folder (collective); return this rank's files. `model`: facts that loading compares. `writer`: of the
+    tensors, to STATE_FOLDER."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -89,7 +89,7 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """Raise ValueError if one of checkpoint and run uses adapters and the other not, or if their base models differ."""
+    """Raise ValueError if only one of checkpoint and run uses adapters, or if their base models differ."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -229,8 +229,8 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Return (container, key) of each tensor to load in the nested optimizer state. `stored`: tensor names in the checkpoint; float32
-    weights missing there are removed."""
+    """Return (container, key) of each tensor to load in the nested optimizer state. `stored`: names in the checkpoint; float32 weights
+    missing there are removed."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):

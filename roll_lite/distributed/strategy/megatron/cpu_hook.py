@@ -1,6 +1,6 @@
 """Make Megatron-Core run without CUDA: `install()` adds an import hook that rewrites modules.
 
-EXPECTED maps modules to their number of rewrites. If upstream has changed and it differs, the import fails.
+EXPECTED maps modules to numbers of rewrites. If upstream has changed and one differs, the import fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from roll_lite.distributed.strategy.megatron import cpu_device
 
 SUPPORTED = ((0, 16, 1), (0, 17, 0))
-"""(first supported version, first unsupported later version)."""
+"""(first supported version, first unsupported one)."""
 
 _STAND_IN = "_roll_lite_cpu_device"
 """Global variable through which rewritten modules reach cpu_device. The loader sets it: an import would shift line numbers."""

@@ -44,7 +44,7 @@ class Balance:
     """Expert use and load-balancing loss of an optimizer step.
 
     Loss per layer and row, as in Switch Transformer: number of experts * sum over experts of (share of choices * mean probability); 1 if
-    use is even. Rows are whole, so micro-batches and ranks do not change it.
+    use is even. Rows are whole: micro-batches and ranks do not change it.
     """
 
     def __init__(self, coef: float) -> None:
@@ -153,7 +153,7 @@ class GroupedExperts(SequentialMLP):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Product of each expert's tokens [tokens, in] with its weight [out, in], by one kernel. `ends`: index after each expert's last token.
+    """Product of each expert's tokens [tokens, in] with its weight [out, in], by one kernel. `ends`: index after each expert's tokens.
     Backward stacks the weights again to save memory."""
 
     @staticmethod

@@ -74,7 +74,7 @@ def over_data_ranks(count: int, reduction: Any) -> int:
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
     """Sum metrics over micro-batches and data-parallel ranks, with one wait for the device.
 
-    Context-parallel ranks hold equal sums, which are averaged, so that a NaN or infinity on one reaches all.
+    Context-parallel ranks' equal sums are averaged, so that a NaN or infinity on one reaches all.
     """
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:

@@ -64,7 +64,7 @@ _Described = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Group tensors into buckets of one dtype, since a bucket is gathered as one tensor: at most `bucket_bytes`, or one tensor."""
+    """Group tensors into buckets of one dtype (a bucket is gathered as one tensor), of at most `bucket_bytes` or one tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -85,8 +85,8 @@ def _nbytes(tensor: _Described) -> int:
 def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_owners: int = 1) -> list[list[_Described]]:
     """Order the buckets for sending: one of each owner in turn, so that an owner gathers while engines load the previous one.
 
-    With several `expert_owners`, an engine holds a layer's experts until all owners have sent theirs. So one bucket of each owner together
-    has at most `bucket_bytes` (or one layer's experts, if larger), and a bucket with experts ends with a layer.
+    With several `expert_owners`, an engine holds a layer's experts until all owners have sent theirs. One bucket of each owner together
+    therefore has at most `bucket_bytes` (or one layer's experts, if larger), and a bucket with experts ends with a layer.
     """
     of_experts = [tensors for tensors in owned if tensors and _layer(tensors[0])]
     share = max((sum(_nbytes(one) for one in tensors if _layer(one) == _layer(tensors[0])) for tensors in of_experts), default=0)
@@ -215,7 +215,7 @@ def write_hf(
     write: Write | None = None,
 ) -> list[Path]:
     """Write a Hugging Face folder (collective); return this rank's files. `source`: the model's folder. `read` returns a parameter's
-    values; `write` writes a file's bytes."""
+    values; `write` writes a file."""
     folder.mkdir(parents=True, exist_ok=True)
     buckets = exporter.plan(FILE_BYTES).buckets()
     files: dict[str, str] = {}

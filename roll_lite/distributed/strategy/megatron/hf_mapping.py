@@ -46,8 +46,8 @@ class Entry:
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Return the parameter's name in Megatron's model. `layer`, `expert`: local numbers. `among`: the model's names, which decide
-        between `megatron` and `fused`."""
+        """Return the parameter's name in Megatron's model. `layer`, `expert`: local numbers. `among`: the model's names: `megatron` or
+        `fused`."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -149,7 +149,7 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Return how many consecutive tensor-parallel ranks share (and shard) a key/value head: over 1 for q, k and v with fewer key/value
+    """Return how many consecutive tensor-parallel ranks share (and shard) a key/value head: 1, or more for q, k and v if there are fewer
     heads than ranks."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 

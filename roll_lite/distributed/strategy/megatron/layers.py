@@ -153,12 +153,11 @@ TORCH = LayerParts(
     fused=False,
 )
 TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORCH.experts.submodules))
-"""Layers for GPUs: one kernel computes all experts, so adapters, which hook into each expert's layers, cannot use them."""
+"""Layers for GPUs: one kernel computes all experts. Adapters, which hook into each expert's layers, cannot use them."""
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
-    """Choose layer classes. "auto": Transformer Engine's if installed, on a GPU, without adapters. ValueError if `wanted` ones are
-    unusable."""
+    """Choose layer classes. "auto": Transformer Engine's if installed, on a GPU, without adapters. ValueError if `wanted` is unusable."""
     reason = _why_unusable(has_adapters)
     if wanted == "transformer_engine" and reason is not None:
         raise ValueError(f"strategy.layers: transformer_engine {reason}; use torch, or auto")

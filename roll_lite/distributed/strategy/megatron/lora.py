@@ -31,7 +31,7 @@ class Projection(torch.nn.Module):
     """Shards of one projection's LoRA matrices on this tensor rank. B starts at zero."""
 
     def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
-        """`base`: this rank's shard of the frozen weight. A's initial values do not depend on the parallel layout."""
+        """`base`: this rank's shard of the frozen weight. A's initial values do not depend on the layout."""
         super().__init__()
         rows, columns = base.shape
         group = cut_group(entry.of_experts)

@@ -94,7 +94,7 @@ def _pipeline_layout(layers: Sequence[int]) -> list[list[str]]:
 
 
 class RollModel(GPTModel):
-    """Pipeline stage, or its chunk under virtual pipelining. The last one returns hidden states [N, hidden] or values [N] at N requested
+    """Pipeline stage, or its chunk under virtual pipelining. The last returns hidden states [N, hidden] or values [N] at N requested
     positions."""
 
     def __init__(
@@ -163,7 +163,6 @@ def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
 
 
 def _mark_weights(bindings: Sequence[Binding]) -> None:
-    """Set weight attributes that Megatron always reads but does not always set."""
     for binding in bindings:
         weight: Any = binding.parameter
         # Megatron sets these only when it initializes weights. Without them the gradient norm counts a sharded weight on tensor rank 0

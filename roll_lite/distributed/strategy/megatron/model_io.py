@@ -50,7 +50,7 @@ def model_inputs(
     record: bool = False,
 ) -> list[ModelInput]:
     """Build the model's inputs, one per micro-batch. `columns`: read by the loss; None: all. `ends`: results at rows' last tokens too.
-    `experts`: None for dense models. `record`: record expert choices."""
+    `experts`: None for dense models. `record`: expert choices too."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.tokens_divisor, device, columns, ends)

@@ -77,8 +77,8 @@ class Optimizer:
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        """Finish created or loaded optimizer states: moments on the host (if configured), torch's fused AdamW (if available), a step
-        counter per parameter."""
+        """Finish created or loaded states: moments on the host (if configured), torch's fused AdamW (if available), a step counter per
+        parameter."""
         for step in self._host_steps:
             step.keep_moments()
         is_fused = not self.on_host and current_device().type in FUSED_ON
@@ -118,7 +118,7 @@ class Optimizer:
         return StepResult(grad_norm, lr, skipped=False)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
-        """Return (gradient norm of the whole model, all ranks' losses are finite). Collective."""
+        """Return (gradient norm of the whole model, whether all ranks' losses are finite). Collective."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
             squares = squared_norm(part.get_main_grads_for_grad_norm(), current_device())
@@ -151,7 +151,7 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum squares in float64, without waiting for the device."""
+    """Sum squares without waiting for the device; partial sums are added in float64."""
     if device.type == "cpu":
         # torch on a CPU sums float32 in eight running sums: the norm of 10^7 entries is 0.1% too small, that of 10^9 almost 2%. Sums of
         # short stretches, added in float64, are exact enough and as fast.

@@ -26,8 +26,8 @@ class PackedRows:
     lengths: torch.Tensor
     """[rows] int64: full row lengths, without padding."""
     key_index: torch.Tensor | None = None
-    """[total] int64: tokens that each piece attends to, piece by piece, as indices into the tokens gathered from all context-parallel
-    ranks. None without context parallelism."""
+    """[total] int64: tokens that each piece attends to, by piece, as indices into the tokens gathered from all context-parallel ranks. None
+    without context parallelism."""
     key_starts: torch.Tensor | None = None
     """[pieces + 1] int32: start of each piece's tokens in `key_index`, then its length."""
     routes: Routes | None = None

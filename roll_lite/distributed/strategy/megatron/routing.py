@@ -16,7 +16,7 @@ REPLAYED = ("old_experts", "rollout_experts")
 @dataclass(frozen=True)
 class Routes:
     """Expert choices of this rank's tokens, kept with their micro-batch: layers may be recomputed and pipeline stages interleave
-    micro-batches, neither of which Megatron's RouterReplay supports."""
+    micro-batches, which Megatron's RouterReplay does not support."""
 
     places: torch.Tensor
     """[tokens] int64: index of this rank's tokens in the whole micro-batch."""
@@ -55,7 +55,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """Return [replayed expert choices, number of them that the router itself would not have made]."""
+        """Return [number of replayed expert choices, number of these that the router itself would not have made]."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)

@@ -60,8 +60,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate optimizer state for this rank's entries of a weight. Return {state name: flat tensors to join}; add the tensors to read
-        to `wanted`, {name in the checkpoint: tensors}."""
+        """Allocate optimizer state for this rank's entries of a weight. Return {state name: flat tensors to join}; add tensors to read to
+        `wanted`, {name in the checkpoint: tensors}."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:

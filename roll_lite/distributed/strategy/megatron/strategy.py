@@ -310,7 +310,8 @@ class MegatronStrategy(TrainStrategy):
         restore_random_state(copy[2])
 
     def _trained_state(self) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Return byte views of all tensors, and dicts with learning rates and step counts, ordered by the configuration alone."""
+        """Return byte views of all tensors, and dicts with learning rates and step counts, in an order that follows from the configuration
+        alone."""
         tensors = [one for chunk in self._chunks for one in chunk.parameters() if one.requires_grad or self._optimizer is None]
         counters = []
         if self._optimizer is not None:
@@ -323,7 +324,7 @@ class MegatronStrategy(TrainStrategy):
 
 class WeightAverage:
     """Moving average of the weights that this rank exports, in float32 on the host: bfloat16 would round small updates to 0. Updates run in
-    a thread; call `wait` before weights change."""
+    a thread: `wait` before weights change."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay

@@ -117,7 +117,6 @@ class _TracedStrategy(MegatronStrategy):
         return RankMemory(*self.state(), kept, training, meter.since(base), forward)
 
     def _loss(self, given: ModelInput, loss_fn: LossFn, outputs: Sequence[str]) -> torch.Tensor:
-        """Run this rank's layers. Return the loss, or the next stage's hidden state."""
         hidden: Any = None
         for chunk in self._chunks:
             inner = chunk if self._optimizer is None else chunk.module

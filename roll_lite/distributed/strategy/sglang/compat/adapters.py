@@ -62,7 +62,7 @@ def adapted_layers(runner: Any) -> Iterator[AdaptedLayer]:
 
 
 class _Unpinned:
-    """Torch module that ignores requests for pinned memory, which needs a GPU."""
+    """Stand-in for torch that ignores requests for pinned memory, which needs a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -130,7 +130,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests and report all their tokens; of re-queued requests, SGLang reports only streamed ones."""
+        """Abort requests and report all their tokens; of re-queued ones, SGLang reports only streamed tokens."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)
@@ -175,7 +175,7 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
 
 
 def take_seeds_where_given() -> None:
-    """Make SGLang use requests' seeds without its deterministic mode, which needs a GPU. Batches without seeds keep the faster sampling."""
+    """Make SGLang use requests' seeds without its deterministic mode, which needs a GPU. Batches without seeds keep faster sampling."""
     make, merge = SamplingBatchInfo.__dict__["from_schedule_batch"].__func__, SamplingBatchInfo.merge_batch
 
     def drawn(info: SamplingBatchInfo) -> torch.Tensor:

@@ -77,7 +77,7 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once weights changed during the request. New tokens are then reported at the end, when SGLang says which weights made them."""
+    """True once weights changed during the request: new tokens are then reported at the end, when SGLang says which weights made them."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once SGLang's scheduler has the request, or it has ended."""
 
@@ -173,8 +173,8 @@ class EngineServer:
             await running.dispatched.wait()
 
     def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
-        """Return {request number: progress}. `since`: {request number: tokens already reported}. `parts`: include newer tokens, unless
-        weights changed during the request."""
+        """Return {request number: progress}. `since`: {request number: tokens already reported}. `parts`: with newer tokens, unless weights
+        changed meanwhile."""
         found = {}
         for running in self._running.values():
             # SGLang reports non-streamed requests at their first token and every 50 tokens.

@@ -74,8 +74,8 @@ def completion(
     alternatives: int | None = None,
     experts: ExpertsConfig | None = None,
 ) -> Completion:
-    """Convert vLLM's final output. `version`: weight version if the output has none. `alternatives`: log-probs requested per token, for
-    kept_ids. `experts`: None omits expert choices."""
+    """Convert vLLM's final output. `version`: weight version if it has none. `alternatives`: log-probs requested per token, for kept_ids.
+    `experts`: None omits expert choices."""
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:
         return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")
@@ -138,8 +138,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def restore_stop_overlap(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin before a resume: in tokens at the prompt's end, with the last of which the detokenizer
-    starts."""
+    """Make vLLM find stop strings that begin in tokens generated before a resume. They are at the prompt's end; the detokenizer starts with
+    the last of them."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
