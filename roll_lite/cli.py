@@ -51,7 +51,7 @@ WRONG_CONFIGURATION = 2
 INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
-"""Exit code (EX_IOERR) if output cannot be written: a full disk, a lost terminal."""
+"""Exit code (EX_IOERR) if output cannot be written: full disk, lost terminal."""
 CHECKS = (
     check_store,
     check_resumption,
@@ -62,10 +62,9 @@ CHECKS = (
     partial(check_environments, makes=False),
 )
 OF_CHECK = (*CHECKS[:-1], check_environments)
-"""Checks of `roll-lite check`. Other commands use CHECKS, which makes no environments and starts no servers; a run's workers do so before
-training."""
+"""Checks of `roll-lite check`. Other commands use CHECKS, without environments and servers: a run's workers make them before training."""
 OF_MACHINE = (devices_are_there, needs_gpus)
-"""Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
+"""Checks of this machine. `roll-lite check` prints failures as notes: the configuration may be for another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)
 SEEN_ENOUGH = 141
 """Exit code if the output's reader closed the pipe (`| head`): the shell's code for SIGPIPE."""
@@ -98,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_output_usable() -> None:
-    """If a standard stream is closed, open it on /dev/null. Print characters outside stdout's encoding as escapes."""
+    """Open closed standard streams on /dev/null; escape characters outside stdout's encoding."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next opened file gets its number
         os.set_inheritable(number, True)
     os.close(number)
@@ -179,7 +178,7 @@ def _check(config: RunConfig, _: argparse.Namespace) -> int:
 
 
 def _tables(config: RunConfig) -> str:
-    """Return derived values, placement and notes as text. A table that needs a missing value is left out."""
+    """Return derived values, placement and notes as text, without tables that need a missing value."""
     of_machine = [f"{path}: {message}" for one in (*OF_MACHINE, template_notes) for path, message in readable(one(config))]
     parts = []
     for part in (lambda: render(derive(config)) if config.mode != "evaluate" else "", lambda: draw(config)):
@@ -190,7 +189,7 @@ def _tables(config: RunConfig) -> str:
 
 
 def _evaluation(parsed: argparse.Namespace, given: Sequence[str]) -> list[str]:
-    """Turn the command `evaluate` into `run` or, with several models, into a sweep: change `parsed`, and return the overrides."""
+    """Turn the command `evaluate` into `run` or, with several models, a sweep: change `parsed`, return the overrides."""
     keys = [text.partition("=") for text in given]
     models = [text for text, (key, sign, _) in zip(given, keys, strict=True) if not sign or isinstance(parse_override(f"{key}=0"), Problem)]
     models = [text for text in models if not text.startswith(("+", "~"))]
@@ -235,7 +234,7 @@ def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _fixed(override: str) -> str:
-    """Replace a path through the link `latest` by the link's target, since the link will point to the next run."""
+    """Replace a path through the link `latest` by its target: the link will point to the next run."""
     key, sign, value = override.partition("=")
     path = Path(value)
     with suppress(ValueError):  # loading tells what is wrong with it
@@ -391,7 +390,6 @@ def _command(commands: Any, name: str, text: str, **defaults: Any) -> argparse.A
 
 
 def _own_options(command: argparse.ArgumentParser, name: str) -> None:
-    """Add the options that only the command `name` has."""
     match name:
         case "launch":
             command.add_argument("target", choices=("slurm", "ray", "k8s"), help="Slurm, Ray on bare machines, or KubeRay")
@@ -533,8 +531,6 @@ def _variable(name: str) -> str:
 
 
 def _number(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Return a function that parses a whole number from `least` to `most`."""
-
     def read(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(

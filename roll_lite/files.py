@@ -1,6 +1,6 @@
-"""Read and write files, use folders in object stores, and change environment variables for a block.
+"""Read and write files, use folders in object stores, change environment variables for a block.
 
-Reading raises ValueErrors that name the file. Only plain files are opened: a pipe or device might never end.
+Reading raises ValueErrors that name the file. Only plain files are opened: pipes and devices might never end.
 """
 
 from __future__ import annotations
@@ -60,11 +60,10 @@ def flush(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def replacing(path: Path, has_other_writers: bool = True) -> Iterator[Path]:
-    """Replace a file atomically. The block writes a draft, whose path is yielded; the draft replaces `path` at the block's end. If the
-    block fails, the draft is removed: on a full disk, its space is needed to record the end of the run.
+    """Replace a file atomically: the block writes the draft whose path is yielded, which then replaces `path`. If the block fails, the
+    draft is removed: recording the run's end may need its space on a full disk.
 
-    `has_other_writers`: if other processes may write the file too, each writes its own draft. Otherwise all drafts have one name, and a
-    draft that a killed process left is overwritten.
+    `has_other_writers`: each process has its own draft. Otherwise drafts have one name, and one left by a killed process is overwritten.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.partial" if has_other_writers else f"{path.name}.partial")
     try:
@@ -84,7 +83,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def changed_environment(values: Mapping[str, str], without: Sequence[str] = ()) -> Iterator[None]:
-    """Set environment variables, and unset those in `without`, for the duration of the block."""
+    """Set environment variables, and unset those in `without`, for the block."""
     before = {name: os.environ.get(name) for name in (*values, *without)}
     for name in without:
         os.environ.pop(name, None)
@@ -105,7 +104,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def absolute_path(path: Path) -> Path:
-    """Make a path absolute, from the current folder. A missing path in examples/ is looked up in the package's examples."""
+    """Make a path absolute from the current folder. A missing path in examples/ is looked up in the package."""
     path = path.expanduser()
     here = path.absolute()
     if path.parts[:1] == (EXAMPLES.name,):
@@ -185,13 +184,12 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes of a folder's disk. A missing folder counts as its nearest existing parent."""
+    """Return the free bytes of a folder's disk, or of its nearest existing parent's."""
     return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
 
 
 def elsewhere(path: Path) -> str:
-    """Return a hint for messages about a missing path: relative paths count from the current folder. If a parent folder has the path, the
-    hint names this folder."""
+    """Return a hint for a missing path: relative paths count from the current folder. A parent folder that has the path is named."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""
@@ -207,7 +205,7 @@ def first_line(error: BaseException) -> str:
 
 
 def listed(names: Sequence[object]) -> str:
-    """List up to five names, and say how many there are besides."""
+    """List up to five names, and the number of others."""
     return ", ".join(map(str, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -232,7 +230,7 @@ def is_local(folder: Path) -> bool:
 
 @contextmanager
 def reaching(folder: Path) -> Iterator[None]:
-    """Turn errors in the block into StoreUnreachable if the folder is in an object store. ValueError is not changed."""
+    """Turn errors in the block into StoreUnreachable if the folder is in an object store, except ValueError."""
     try:
         yield
     except (ValueError, StoreUnreachable):
@@ -247,7 +245,7 @@ def reaching(folder: Path) -> Iterator[None]:
 
 
 def try_store(url: str) -> str | None:
-    """Write a file to a store and remove it. Return the error message; None if it worked."""
+    """Write and remove a file in a store. Return the error message, if any."""
     folder = remote_folder(url)
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:
@@ -266,7 +264,7 @@ def upload(source: Path, target: Any) -> None:
 
 
 def download(source: Any, target: Path) -> None:
-    """Download a file. An existing file is replaced only after a complete download."""
+    """Download a file. An existing one is replaced after a complete download."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
     source.fs.get_file(source.path, str(part))
@@ -287,7 +285,7 @@ def keep_only(folder: Path, names: Container[str]) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder, except in an object store, where a misspelt name would create a bucket."""
+    """Make a folder, but not in an object store, where a misspelt name would create a bucket."""
     from upath.implementations.cloud import CloudPath
 
     if not isinstance(folder, CloudPath):

@@ -1,7 +1,7 @@
-"""Hugging Face hub names in place of model folders and data files.
+"""Hugging Face hub names as model folders and data files.
 
-While the driver loads a configuration (inside `online`), names are resolved to commits, missing files are downloaded, and names become
-paths in this node's cache. Other nodes use their own caches (`HubPath`).
+While the driver loads a configuration (in `online`), names are resolved to commits, missing files downloaded, and names become paths in
+this node's cache. Other nodes use their own (`HubPath`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Kind = Literal["model", "dataset"]
 Tell = Callable[[str], object]
 
 SCHEME = "hf:/"
-"""Start of a hub name as a Path, which drops the second slash of hf://."""
+"""Start of a hub name as a Path, which drops a slash of hf://."""
 MODEL_FILES = (".json", ".txt", ".model", ".jinja")
 WEIGHTS = "model*.safetensors"
 DATA_FILES = (".parquet", ".jsonl", ".csv", ".json")
-"""Suffixes of data files, preferred ones first. Of a data set, only the files with the most preferred suffix are read."""
+"""Suffixes of data files, preferred first: a data set's files with the most preferred one are read."""
 NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json")
 PROGRESS_S = 10.0
 SPLITS = {
@@ -37,7 +37,7 @@ SPLITS = {
     "test": "test testing eval evaluation",
     "held-out": "heldout holdout",
 }
-"""{split: words in file names that tell the split}."""
+"""{split: words for it in file names}."""
 _SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words.split()}
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([^?]+))?(?:\?(.*))?")
 _BARE = re.compile(r"\w[\w.-]*/\w[\w.-]*(\?revision=.+)?")
@@ -46,8 +46,8 @@ _tell: ContextVar[Tell | None] = ContextVar("_tell", default=None)
 
 
 class HubPath(PosixPath):
-    """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit: the
-    receiving node uses its own cache."""
+    """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit: other
+    nodes have their own caches."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         found = _CACHED.search(str(self))
@@ -64,7 +64,7 @@ def _arrived(kind: Kind, owner: str, name: str, commit: str, rest: str | None) -
 
 @contextmanager
 def online(tell: Tell) -> Iterator[None]:
-    """Let `located` resolve names inside the block, and download models (without weights) and data. `tell`: receives progress messages."""
+    """Let `located` resolve names in the block, and download models (without weights) and data. `tell`: receives progress messages."""
     token = _tell.set(tell)
     try:
         yield
@@ -73,8 +73,8 @@ def online(tell: Tell) -> Iterator[None]:
 
 
 def located(path: Path, kind: Kind) -> HubPath | None:
-    """Return a hub name's path in the cache; None for a local path. A model may be named `owner/name` without hf://, unless this machine
-    has that path or a folder `owner`."""
+    """Return a hub name's path in the cache; None for a local path. A model may be `owner/name` without hf://, unless that path or a folder
+    `owner` is here."""
     text = str(path)
     if text.startswith(SCHEME):
         return _located(text.removeprefix(SCHEME).lstrip("/"), kind)
@@ -105,7 +105,7 @@ def _located(text: str, kind: Kind) -> HubPath:
 
 @cache
 def _pinned(repository: _Repository, revision: str, rest: str, tell: Tell) -> str:
-    """Return a revision's commit, after downloading the files that configuration checks need: all but model weights."""
+    """Return a revision's commit, after downloading what configuration checks need: all but model weights."""
     commit = repository.commit(revision)
     repository.download(commit, rest, tell, weights=False)
     return commit
@@ -116,7 +116,7 @@ def to_stderr(line: str) -> None:
 
 
 def fetch(path: Path, tell: Tell = to_stderr) -> list[Path]:
-    """Download the missing files of a hub model, weights included, or of a data set's split. Return all files; [] for any other path."""
+    """Download the missing files of a hub model, with weights, or of a data set's split. Return all files; [] for other paths."""
     if not isinstance(path, HubPath):
         return []
     found = _CACHED.search(str(path))
@@ -126,7 +126,7 @@ def fetch(path: Path, tell: Tell = to_stderr) -> list[Path]:
 
 
 def config_folder(path: HubPath) -> Path:
-    """Download a hub model's config.json, and nothing else. Return the folder that holds it."""
+    """Download a hub model's config.json alone; return its folder."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -140,7 +140,7 @@ def config_folder(path: HubPath) -> Path:
 
 
 def config_notation(path: Path) -> str:
-    """Return the path as configurations name it: hf:// with name and commit for a path in the hub cache; other paths unchanged."""
+    """Return the path as configurations name it: hf:// with name and commit if in the hub cache, else unchanged."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
     if found is None:
         return str(path)
@@ -151,7 +151,7 @@ def config_notation(path: Path) -> str:
 
 
 def lacks_weights(folder: Path) -> bool:
-    """True for a hub model whose weights are not all downloaded."""
+    """True for a hub model without some of its weights."""
     if not isinstance(folder, HubPath):
         return False
     index = folder / "model.safetensors.index.json"
@@ -178,7 +178,7 @@ class _Repository(NamedTuple):
             return HfApi().resolve_revision(self.name, repo_type=self.kind, revision=revision or None).resolved
 
     def download(self, commit: str, rest: str, tell: Tell, weights: bool = True) -> list[Path]:
-        """Download missing files of a model (`weights`: with weights) or of a data set's split (`rest`: `[configuration or
+        """Download missing files of a model (with weights, if `weights`) or of a data set's split (`rest`: `[configuration or
         file]?split=...`). Return all files."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -217,7 +217,6 @@ class _Repository(NamedTuple):
 
     @contextmanager
     def _explained(self, revision: str) -> Iterator[None]:
-        """Turn the hub client's errors into ValueErrors with a remedy."""
         from huggingface_hub import constants, errors
 
         what, there = f"the {self.kind} {self.name}", constants.ENDPOINT
@@ -270,19 +269,19 @@ def _progress(blobs: Path, total: float, tell: Tell) -> Iterator[None]:
 
 
 def is_of_model(name: str, weights: bool = True) -> bool:
-    """True if a file of a model's folder in the hub cache is read."""
+    """True if a file of a hub model's folder is read."""
     return name.endswith(MODEL_FILES) or (weights and fnmatchcase(name, WEIGHTS))
 
 
 def split_of(name: str) -> str:
-    """Return the names of the data splits in a file name, joined by "+"."""
+    """Return the data splits named in a file name, joined by "+"."""
     words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
     return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
 
 
 def chosen(names: Sequence[str], rest: str) -> list[str]:
-    """Return the names of the data files that `rest` selects (`[configuration or file]?split=...`). A configuration is a folder not named
-    `data` or after a split. ValueError, with the choices, if none or several match."""
+    """Return the data files that `rest` selects (`[configuration or file]?split=...`). A configuration is a folder not named `data` or
+    after a split. ValueError, with the choices, unless one matches."""
     wanted, _, query = rest.partition("?")
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):

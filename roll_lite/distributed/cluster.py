@@ -1,9 +1,7 @@
-"""Cluster of one role's Ray actors (ranks). A call names a method of the worker class: `cluster.start_scatter(ActorWorker.train_step,
-shards)`.
+"""Cluster of one role's Ray actors (ranks). A call names a method of the worker class: `cluster.start_scatter(ActorWorker.train, shares)`.
 
-`all` calls every rank, `one` only rank 0, `each` the living ranks of a role with independent ranks (engines). Ranks with the same
-data-parallel rank i form group i; one of them, its head, returns the outputs. `start_scatter` sends shard i to all ranks of group i,
-`heads_scatter` only to its head.
+`all` calls every rank, `one` rank 0, `each` the living ranks of a role with independent ranks (engines). Ranks with data-parallel rank i
+form group i; its head returns the outputs. `start_scatter` sends shard i to all ranks of group i, `heads_scatter` to its head.
 """
 
 from __future__ import annotations
@@ -49,13 +47,13 @@ class ClusterSpec:
     log_folder: Path | None = None
     timeout_s: float | None = None
     initial_ranks: int | None = None
-    """Number of ranks that start with the cluster; None: all. Later ranks start when devices become free, and count as lost until then."""
+    """Ranks that start with the cluster; None: all. Later ranks start when devices become free, and count as lost until then."""
     check_places: Callable[[str, list[Place]], None] = lambda name, places: None
-    """Called at each start of the cluster, with its name and the places of its ranks, before other calls."""
+    """Called at each start with the cluster's name and its ranks' places, before other calls."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
-    """Start one worker per slot without waiting. Constructor errors are raised by the first call."""
+    """Start one worker per slot, without waiting: the first call raises constructor errors."""
     assert isinstance(worker_class, type) and issubclass(worker_class, Worker), "workers derive from Worker or AsyncWorker"
     actor_class, watch = _actor_class(worker_class)
 
@@ -88,8 +86,8 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Return (Ray actor class, options for liveness calls). Options None: no liveness calls. Options select threads that answer while a
-    method runs; actors with coroutines need no such threads."""
+    """Return (Ray actor class, options of liveness calls). None: no such calls. Options select threads that answer while a method runs;
+    actors with coroutines need none."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
@@ -118,7 +116,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Return the living ranks. Raise RankFailed if all are dead and none will be replaced."""
+        """Living ranks. RankFailed if all are dead and none will be replaced."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:
@@ -127,7 +125,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def layouts(self) -> list[RankLayout]:
-        """Layouts of the ranks, fetched once. Strategies must be initialized."""
+        """Layouts of the ranks, fetched once; strategies must be initialized."""
         if self._layouts is None:
             found = self.all(Worker.layout)
             self._layouts = [layout or RankLayout.of_copy(rank, self.world_size) for rank, layout in enumerate(found)]

@@ -1,7 +1,7 @@
 """Batches whose per-token columns bypass the driver.
 
-Workers store these columns as blocks in Ray's object store. The driver holds the columns with one value per sample, and sends each
-data-parallel rank its rows with references to blocks.
+Workers store these columns as blocks in Ray's object store. The driver holds one value per sample, and sends each data-parallel rank its
+rows with references to blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Block:
 
 
 def put_block(columns: DataProto) -> Block:
-    """Store per-token columns in Ray's object store. The column `sample` must hold each row's sample number."""
+    """Store per-token columns in Ray's object store. Column `sample`: each row's sample number."""
     samples = columns.tensor(SAMPLE).numpy().copy()
     keys = tuple(key for key in columns.columns if key != SAMPLE)
     return Block((ray.put(columns.select(keys)),), keys, samples, np.zeros(len(samples), np.int32), np.arange(len(samples), dtype=np.int32))
@@ -80,7 +80,7 @@ class BatchShard:
 
 
 class Batch:
-    """Driver's view of a batch: `rows` has one value per sample, blocks hold per-token columns."""
+    """Driver's view of a batch: `rows` with one value per sample, blocks with per-token columns."""
 
     def __init__(self, rows: DataProto, blocks: Iterable[Block] = ()) -> None:
         long = [key for key, column in rows.columns.items() if isinstance(column, Ragged)]
@@ -92,8 +92,7 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """{column: (indices, positions)} over batch rows: index in `_refs` of the object that holds the row's value (NOWHERE: none), and
-        the row's position in that object."""
+        """{column: for each batch row, (index in `_refs` of the object with its value, or NOWHERE; position in that object)}."""
         self.add(blocks)
 
     def __len__(self) -> int:

@@ -17,10 +17,8 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """Error: a rank of a cluster raised an exception, died or timed out.
-
-    All ranks of the cluster are killed before, except when `pending.pause` times out.
-    """
+    """Error: a rank raised an exception, died or timed out. `pending._end` kills the cluster's ranks first; other raisers, such as
+    `pending.pause`, do not."""
 
     def __init__(self, role: str, rank: int, phase: str, cause: str, retryable: bool = False) -> None:
         super().__init__(role, rank, phase, cause, retryable)
@@ -29,15 +27,15 @@ class RankFailed(RuntimeError):
         self.phase = phase
         self.cause = cause
         self.retryable = retryable
-        """True if the rank died or hung: a restart may help."""
+        """True if the rank died or hung, so that a restart may help."""
         self.where = ""
-        """Suffix " on ADDRESS" of messages, if the cluster has several nodes."""
+        """Suffix " on ADDRESS" of messages; empty if the cluster has one node."""
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
 
     def final(self, restarts: int, setting: str, when: str = "within an hour") -> RankFailed:
-        """Return a copy that is not retryable, so that the run ends. The message names the restarts and the `setting` that limits them."""
+        """Return a copy that is not retryable: the run ends. Its message names the restarts and the `setting` that limits them."""
         first, _, rest = self.cause.partition("\n")
         why = f"after {restarts} restarts {when}, {setting}"
         final = RankFailed(self.role, self.rank, self.phase, f"{first} ({why})\n{rest}".rstrip())
@@ -51,7 +49,7 @@ class RestartBudget:
         self._times: dict[Hashable, list[float]] = {}
 
     def allows(self, name: Hashable, restarts: int) -> bool:
-        """Count a restart and return True; return False if `name` already had `restarts` restarts within the budget's seconds."""
+        """Count a restart and return True; False if `name` had `restarts` within the budget's seconds."""
         now = time.monotonic()
         times = self._times[name] = [at for at in self._times.get(name, []) if now - at < self._seconds]
         if len(times) >= restarts:
@@ -67,7 +65,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """Error: all members of a Fleet are dead. `place`: number of the member that died last."""
+    """Error: all members of a Fleet are dead. `place`: number of the last to die."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -98,7 +96,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 def may_be_aftermath(error: BaseException) -> bool:
-    """True if another rank's death may have caused the error: broken collectives raise RuntimeError or OSError."""
+    """True if another rank's death may be the cause: broken collectives raise RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 
@@ -109,7 +107,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException, name: str = "") -> str:
-    """Describe an error. `name`: process name to prepend, except to a MemberLost."""
+    """Describe an error. `name`: process to prepend, except to a MemberLost."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     if isinstance(error, MemberLost):
@@ -119,7 +117,7 @@ def cause_of(error: BaseException, name: str = "") -> str:
 
 
 def failure_text(error: BaseException, log_file: Path | None) -> str:
-    """Return a one-line cause, then the remote traceback or, if the process died, the end of its log."""
+    """Return a one-line cause, then the remote traceback or, if the process died, its log's end."""
     text = UNDERLINES.sub("", ANSI_COLOURS.sub("", str(error))).strip()
     if isinstance(error, RayTaskError):
         names_cause = isinstance(error.cause, MemberLost | FleetDown)

@@ -1,5 +1,5 @@
-"""Fleet: independent members (engines, reward workers, judge servers) that are restarted when lost, in one event loop. Training ranks,
-which die together, form a `RankGroup`."""
+"""Fleet: independent members (engines, reward workers, judge servers) in one event loop, restarted when lost. Training ranks, which die
+together, form a `RankGroup`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SILENCE_SECONDS = 10.0
 
 
 class Member(Protocol):
-    """Process, or group of processes, that a `Fleet` starts, watches and restarts."""
+    """Process, or group of them, that a `Fleet` starts, watches and restarts."""
 
     name: str
 
     async def start(self) -> None:
-        """Start or restart; return when the member can serve."""
+        """Start or restart; return when able to serve."""
         ...
 
     async def until_lost(self) -> str:
@@ -41,7 +41,7 @@ class SlowStart(MemberLost):
 class Policy:
     start_timeout_s: float | None
     restarts: int | None = None
-    """Maximum restarts per hour of a member; None: unlimited."""
+    """Maximum restarts of a member per hour; None: unlimited."""
     attempts: int = 3
     path: str = ""
 
@@ -68,8 +68,8 @@ class _Seat(Generic[M]):
 class Fleet(Generic[M]):
     """Starts, watches and restarts members.
 
-    `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; its exceptions end the
-    fleet. `down(error)` is called once, when no member is left or an exception has ended the fleet.
+    `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it ends
+    the fleet. `down(error)` is called once: when no member is left, or at such an exception.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Fleet(Generic[M]):
 
     @property
     def lost(self) -> dict[int, str]:
-        """{member number: cause of the loss}, for members that do not serve again yet."""
+        """{member number: cause}, until the member serves again."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.cause}
 
     async def until(self, member: M, *states: MemberState) -> None:
@@ -152,7 +152,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def at_work(self, member: M) -> AsyncIterator[None]:
-        """Wait until no `drained` block is active; mark the member as busy inside the block."""
+        """Wait until no `drained` block is active; mark the member as busy in the block."""
         seat = self._seats[id(member)]
         await self._until(lambda: not self._drains)
         seat.at_work += 1
@@ -164,7 +164,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Wait until no member is busy or starting. Inside the block, members get no work and are not restarted."""
+        """Wait until no member is busy or starting. In the block, members get no work and no restarts."""
         self._drains += 1
         try:
             seats = self._seats.values()
@@ -270,6 +270,6 @@ class Fleet(Generic[M]):
 
 
 async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[], bool]) -> str:
-    """Call `ask` periodically while the member is not busy. Return a message when an answer takes longer than SILENCE_SECONDS."""
+    """Call `ask` periodically while not busy. Return a message when an answer takes longer than SILENCE_SECONDS."""
     limit_s = await Heartbeat(ask, SILENCE_SECONDS, ASK_SECONDS, is_busy=is_busy).until_silent()
     return f"it had nothing to do, and did not answer within {limit_s:g} s"

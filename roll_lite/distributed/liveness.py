@@ -11,8 +11,7 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Measures how long a process is silent. Each `look` adds the time since the last `look`, at most `most_s`, so that pauses of the
-    observer hardly count."""
+    """Measures a process's silence. Each `look` adds the time since the last one, at most `most_s`: pauses of the observer hardly count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -38,8 +37,8 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`ask`: liveness call. `limit_s`: timeout of an answer. `pause_s`: pause after an answer. `look_s`: poll interval. `is_busy`: skip
-        the check if True."""
+        """`ask`: liveness call. `limit_s`: timeout of an answer. `pause_s`: pause after it. `look_s`: poll interval. `is_busy`: True skips
+        the check."""
         self.waited_s = 0.0
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask
@@ -56,7 +55,7 @@ class Heartbeat:
         return self._limit_s
 
     async def until_silent(self) -> float:
-        """Wait until an answer takes longer than the limit; return the limit."""
+        """Wait until an answer takes longer than the limit, and return the limit."""
         self.listen(0.0)
         while True:
             if not self._is_busy():
@@ -77,8 +76,8 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Add the time since the last call to `silent_s` (since the last answer) and `waited_s` (since the last question). At most `most_s`
-        (default: 2 * `look_s`) is added, so that pauses of this process hardly count."""
+        """Add the time since the last call to `silent_s` (since the last answer) and `waited_s` (since the last question): at most `most_s`
+        (default: 2 * `look_s`), so that pauses of this process hardly count."""
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 
@@ -89,8 +88,8 @@ class StoppedTime:
         self._seconds: dict[psutil.Process, float] = {}
 
     def look(self, processes: Iterable[psutil.Process], limit_s: float | None, setting: str) -> str | None:
-        """Return a message about a process stopped for longer than `limit_s`, else None. Call every `look_s` seconds. `setting`: the
-        limit's YAML path."""
+        """Return a message about a process stopped longer than `limit_s`, if any. Call every `look_s` seconds. `setting`: the limit's YAML
+        path."""
         self._seconds = {process: self._seconds.get(process, 0.0) + self._look_s for process in processes if is_stopped(process)}
         for process, seconds in self._seconds.items():
             if limit_s is not None and seconds > limit_s:
@@ -125,7 +124,7 @@ def name_of(process: psutil.Process) -> str:
 
 
 async def first_of(*works: Awaitable[T]) -> T:
-    """Return or raise the outcome of the first awaitable to finish; cancel the others."""
+    """Return or raise the outcome of the first awaitable that finishes; cancel the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Wait for calls to ranks. A failing or dying rank of any cluster ends every wait."""
+"""Wait for calls to ranks. A rank's death ends every wait, unless its cluster's ranks are independent (`live_alone`)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from roll_lite.distributed.worker import Stand
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
-"""Maximum length of one `ray.wait`. Ctrl-C and timeouts are noticed between such waits."""
+"""Maximum length of one `ray.wait`: Ctrl-C and timeouts are noticed in between."""
 KILLED = "ray.kill"
 BLAME_SECONDS = 2.0
-"""Time to look for a dead rank after another reports a broken connection."""
+"""Seconds to look for a dead rank after another's broken connection."""
 STACK_SECONDS = 3.0
 MOST_STACKS = 8
 DUMP_SECONDS = 0.5
@@ -35,9 +35,9 @@ DUMP_SECONDS = 0.5
 
 class Call:
     def __init__(self, group: RankGroup, rank: int, phase: str, ref: Any, may_be_lost: bool = False) -> None:
-        """`ref`: reference to the call's result, or a list for several results; None if the rank is already lost."""
+        """`ref`: the call's result, or a list for several; None if the rank is already lost."""
         first, *self.kept = ref if isinstance(ref, list) else [ref]
-        """References to further results. The object store keeps them even if the rank dies."""
+        """Further results. The object store keeps them even if the rank dies."""
         self.group = group
         self.rank = rank
         self.phase = phase
@@ -63,7 +63,7 @@ class Call:
 
 
 class Pending(Generic[T]):
-    """Calls in flight on one cluster. `collect` turns their values into the result."""
+    """Calls in flight on one cluster; `collect` makes the result from their values."""
 
     def __init__(self, group: RankGroup, phase: str, calls: Sequence[Call], collect: Callable[[list[Any]], T]) -> None:
         self.calls = list(calls)
@@ -75,12 +75,12 @@ class Pending(Generic[T]):
         self.group.phases.append(self.phase)
 
     def result(self, timeout_s: float | None = None, poll: Callable[[], None] | None = None) -> T:
-        """Wait for the calls and return their result. `timeout_s` overrides the cluster's limit. `poll` is called about once a second."""
+        """Wait for the calls and return the result. `timeout_s` overrides the cluster's limit. `poll` is called about once a second."""
         _wait([self], timeout_s, poll=poll)
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """Return the result if ready, else None. Raise a rank's error, but leave a rank's death to the next wait."""
+        """Return the result if ready, else None. Raises a rank's error, but leaves its death to the next wait."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
         for ref in ready:
@@ -99,7 +99,7 @@ class Pending(Generic[T]):
                 self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Return the monotonic time at which waiting ends. The default is the cluster's limit, except in phases with their own limit."""
+        """Return the monotonic time at which waiting ends. Default: the cluster's limit, except in phases with their own."""
         own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
         return float("inf") if own is None else self.started + own
 
@@ -115,8 +115,8 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 
 
 def raise_all_dead(group: RankGroup) -> NoReturn:
-    """Raise the failure of a cluster whose ranks are all dead. If a process that manages these ranks dies within BLAME_SECONDS, raise that
-    process's failure, which names the cause."""
+    """Raise the failure of a cluster without living ranks; if the process that manages them dies within BLAME_SECONDS, its failure, which
+    names the cause."""
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])
@@ -151,8 +151,8 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Sleep for half a second in a loop that waits for an event (`waits_for`, for messages). RankFailed if any rank fails or, blaming
-    `rank`, if the phase times out."""
+    """Sleep half a second in a loop that waits for an event (`waits_for`, for messages). RankFailed if a rank fails or, blaming `rank`, if
+    the phase times out."""
     WATCHDOG.check()
     limit = WATCHDOG.nearest
     if limit is not None and time.monotonic() >= limit.deadline:
@@ -194,7 +194,7 @@ def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
-    """Raise the failure of the rank at fault. Dead ranks come first, since a death may have broken the collective."""
+    """Raise the failure of the rank at fault: dead ranks first, since a death may have broken the collective."""
     group = call.group
     if not may_be_aftermath(error) or not group.deaths:
         _fail(group, call.rank, call.phase, error)
@@ -220,7 +220,7 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank. If the rank ended because all members of its Fleet died, raise the failure of the last member."""
+    """Raise the failure of a dead rank or, if it ended because its Fleet's members died, of the last member."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):
@@ -268,8 +268,8 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str, bla
 
 
 def at_fault(ranks: Sequence[int], stands: Mapping[int, Stand]) -> int:
-    """Return the rank to blame for a hang: the first rank without a Stand (report of its collectives), else the first rank that others wait
-    for and that waits for no rank. In a process group, ranks that have begun more collectives wait for ranks that have begun fewer."""
+    """Return the rank to blame for a hang: the first without a Stand (report of its collectives), else the first that others wait for and
+    that waits for none. In a process group, ranks wait for ranks that have begun fewer collectives."""
     if silent := [rank for rank in ranks if rank not in stands]:
         return silent[0]
     numbers: dict[str, list[int]] = {}
@@ -302,7 +302,7 @@ def _collect_stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
 
 
 def _stack_traces(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, Stand]) -> str:
-    """Return stack traces of the first MOST_STACKS ranks. Ranks without a Stand write their stacks on SIGUSR1."""
+    """Return stack traces of the first MOST_STACKS ranks. Ranks without a Stand write theirs on SIGUSR1."""
     if not group.deaths:
         return ""
     text = ""
@@ -316,7 +316,7 @@ def _stack_traces(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, S
 
 
 def _dumped(place: Place | None, log: Path | None) -> str:
-    """Return the stacks that a process on this node writes on SIGUSR1. This works even if the process never releases the GIL."""
+    """Return the stacks that a process here writes on SIGUSR1, even if it never releases the GIL."""
     process = None if place is None else place.process
     if process is None or is_stopped(process) or log is None or not log.exists():
         return ""

@@ -63,7 +63,7 @@ def node_addresses() -> dict[str, str]:
 
 
 def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
-    """Return the processes at `places`, and their children, that are on this node and stopped by SIGSTOP."""
+    """Return processes at `places`, and their children, that are on this node and stopped (SIGSTOP)."""
     found = []
     for process in (process for place in places if place is not None and (process := place.process) is not None):
         try:
@@ -75,7 +75,7 @@ def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
 
 
 def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restart: bool = True) -> None:
-    """Kill actors. Processes stopped by SIGSTOP ignore ray.kill; on this node, they are killed directly."""
+    """Kill actors. Stopped processes (SIGSTOP) ignore ray.kill: on this node they are killed directly."""
     for actor in actors:
         ray.kill(actor, no_restart=no_restart)
     for process in stopped_at(places):
@@ -87,12 +87,12 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 LOOK_SECONDS = 2.0
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
-"""A process counts as stopped if STOPPED_LOOKS polls in a row find it stopped. A slow process runs at some poll."""
+"""A process counts as stopped if STOPPED_LOOKS polls in a row find it so; a slow process runs at some poll."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
 
 
 def member_places() -> list[tuple[str, int, Place]]:
-    """Return (role, number, place) of this run's living reward and environment workers, oldest first."""
+    """Return (role, number, place) of the run's living reward and environment workers, oldest first."""
     if not ray.is_initialized():
         return []
     job = ray.get_runtime_context().worker.current_job_id
@@ -107,10 +107,10 @@ def member_places() -> list[tuple[str, int, Place]]:
 
 
 class ActorMember(ABC):
-    """Fleet member that is one actor without devices. The actor needs methods `prepare` and `place`."""
+    """Fleet member: one actor without devices, with methods `prepare` and `place`."""
 
     nodes: ClassVar[Sequence[str]] = ()
-    """Nodes on which members start, in turn; empty: Ray chooses."""
+    """Nodes where members start, in turn; empty: Ray chooses."""
     _started: ClassVar[Iterator[int]] = count()
 
     def __init__(self, name: str, actor_class: type, *arguments: Any) -> None:
@@ -142,7 +142,7 @@ class ActorMember(ABC):
         return f"{self.name}{where}: {cause}"
 
     async def _until_stopped(self) -> str:
-        """Wait until the process is stopped (SIGSTOP), if it is on this node. Heartbeats do not cover busy members."""
+        """Wait until the process, if on this node, is stopped (SIGSTOP). Heartbeats do not cover busy members."""
         looks = 0
         while looks < STOPPED_LOOKS:
             await asyncio.sleep(STOPPED_LOOK_SECONDS if looks else LOOK_SECONDS)

@@ -1,7 +1,6 @@
 """Placement of workers on devices: GPUs or, in a cluster without GPUs, shares of cores.
 
-Devices are numbered across nodes; roles that list the same number share the device. `placement.nodes` fixes each device's node; else Ray
-chooses.
+Devices are numbered across nodes; roles that list the same number share it. `placement.nodes` fixes each device's node; else Ray chooses.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from roll_lite.config.schema.run import PlacementConfig
 from roll_lite.distributed.place import on_node
 
 NODE_SHARE = 0.001
-"""Share of Ray's resource `node:ADDRESS` in each bundle. Any positive amount binds the bundle to the node."""
+"""Share of Ray's resource `node:ADDRESS` in each bundle: any positive amount binds the bundle."""
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
-"""Time limit for reserving devices on the chosen nodes. If another job took them, nodes are chosen again."""
+"""Seconds to reserve devices on the chosen nodes; if another job took them, nodes are chosen again."""
 ANSWER_SECONDS = 1.0
 USABLE_SHARE = 0.9
 PLACED = "ROLL_LITE_PLACED"
@@ -47,12 +46,12 @@ class PlacementTimeout(TimeoutError):
 class Slot:
     strategy: Any = None
     local_rank: int = 0
-    """Index of the worker's first device among those it sees: 0 on GPUs, the slot's number within the node on CPUs."""
+    """Index of the worker's first device among those it sees: 0 on GPUs, the slot's number in the node on CPUs."""
     gpus: tuple[str, ...] = ()
     placed: str = ""
-    """Node of the GPUs at the start and their bundles, separated by spaces; "" without GPUs."""
+    """Node of the GPUs at the start, then their bundles, separated by spaces; "" without GPUs."""
     reserved: PlacementGroup | None = None
-    """Own placement group of a worker that starts only once devices become free; else None."""
+    """Own placement group of a worker that starts when devices become free."""
     own_gpus: int = 0
 
 
@@ -85,7 +84,7 @@ class Placement:
         self.devices = dict(zip(numbers, devices, strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
-        """Return slots in rank order. A worker gets consecutive devices; workers that share a device have consecutive ranks."""
+        """Return slots in rank order. A worker's devices are consecutive, as are the ranks of workers on one device."""
         slots = self.slots_by_node(role, devices_per_worker, workers_per_device)
         for worker, own in enumerate(slots):
             if len(own) > 1:
@@ -132,7 +131,7 @@ class Placement:
 
 
 def draining_nodes() -> set[str]:
-    """Return the ids of nodes that will leave the cluster; empty if Ray does not answer."""
+    """Return ids of nodes that will leave the cluster; none if Ray does not answer."""
     from ray._private.worker import global_worker  # Ray has no public call for this.
 
     try:
@@ -150,7 +149,7 @@ def beside_driver() -> Slot:
 
 
 def _cpu_slot(slots: int) -> float:
-    """Return the largest share of a core per slot, at most 1, with which all slots fit into the free cores."""
+    """Return the largest share of a core, at most 1, with which all slots fit into the free cores."""
     free = [cores * USABLE_SHARE for cores in _free("CPU").values() if cores > 0]
     sizes = sorted({min(LARGEST_SLOT, math.floor(100 * cores / n) / 100) for cores in free for n in range(1, slots + 1)}, reverse=True)
     for size in sizes:
@@ -160,7 +159,7 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Like `_cpu_slot`, but each node's slots must fit into its free cores. `counts`: {node id: number of slots}."""
+    """Return the largest share of a core, at most 1, with which each node's slots fit into its free cores. `counts`: {node id: slots}."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
@@ -208,7 +207,7 @@ def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup,
 
 
 def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[int, int]) -> dict[int, Node]:
-    """Choose a Ray node for each node number; wait for missing or busy nodes. `counts`: {node number: number of devices}."""
+    """Choose a Ray node for each node number; wait for missing or busy nodes. `counts`: {node number: devices}."""
     assert layout.nodes is not None
     while True:
         nodes, free = _nodes(wanted.kind), _free(wanted.kind)
@@ -225,8 +224,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign a Ray node to each node number, in order: the first with enough free devices that leaves enough nodes for later numbers.
-    `room`: (Ray node, free devices). `wanted`: {node number: devices}."""
+    """Assign a Ray node to each node number, in order: the first with enough free devices that leaves enough nodes for later ones. `room`:
+    (Ray node, free devices). `wanted`: {node number: devices}."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -278,7 +277,7 @@ def _gpu_order(gpu: str) -> tuple[int, str]:
 
 
 def _gpu_numbers(group: PlacementGroup, bundles: Iterable[int]) -> list[str]:
-    """Return the GPU of each bundle. Ray names a bundle's GPU only to a task inside the bundle."""
+    """Return the GPU of each bundle, which Ray names only to a task inside it."""
     probe = ray.remote(_own_gpu)
     refs = [
         probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
@@ -289,14 +288,14 @@ def _gpu_numbers(group: PlacementGroup, bundles: Iterable[int]) -> list[str]:
 
 def _own_gpu() -> str:
     if PLACED in os.environ:
-        # Ray would look the GPU's number up in the list that a worker had on another node, and this task inherits, not in the raylet's.
+        # Ray would look up the GPU's number in the list that this task inherits from a worker on another node; the raylet's list is right.
         of_node = psutil.Process(os.getppid()).environ().get("CUDA_VISIBLE_DEVICES")
         ray._private.worker.global_worker.original_visible_accelerator_ids["GPU"] = of_node and of_node.split(",")
     return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
 
 
 def find_gpus() -> None:
-    """Let this worker see the GPUs that its bundles have here. Ray moves bundles of a lost node to GPUs that may have other numbers."""
+    """Let this worker see the GPUs that its bundles have here: Ray moves a lost node's bundles to GPUs that may have other numbers."""
     node, *bundles = os.environ.get(PLACED, "").split(" ")
     if node not in ("", ray.get_runtime_context().get_node_id()):
         group = ray.util.get_current_placement_group()

@@ -24,15 +24,14 @@ KILL_SECONDS = 30.0
 class Pulse:
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
         self.place: Place | None = None
-        """Node and process of the rank; None before the first call to its cluster."""
+        """None before the first call to the rank's cluster."""
         self._ask = ask
         self._question: ray.ObjectRef | None = None
         self._next = 0.0
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Start a heartbeat call if one is due, or look for the open call's answer. Return the open call's waiting time in seconds, else
-        0."""
+        """Start a heartbeat call if due, or look for the open one's answer. Return the seconds that it waits, else 0."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -50,11 +49,8 @@ class Pulse:
 
 
 class RankGroup:
-    """Ranks of one cluster.
-
-    If one rank dies, all are killed, unless `live_alone`: then only this rank is lost. `watch`: Ray options for liveness calls; None: no
-    such calls.
-    """
+    """Ranks of one cluster. If one dies, all are killed, unless `live_alone`: then only it is lost. `watch`: Ray options of liveness calls;
+    None: no such calls."""
 
     def __init__(
         self,
@@ -114,7 +110,7 @@ class RankGroup:
         self._lost.setdefault(rank, failure_text(error, self.log_file(rank)))
 
     def restart(self, rank: int) -> Any:
-        """Start a new actor for a dead rank, which counts as lost until `regain`."""
+        """Start a new actor for a dead rank; it counts as lost until `regain`."""
         assert self._make is not None and self._watch_options is not None and rank in self._lost
         kill_actors([self.actors[rank]], [self.pulses[rank].place])
         self.deaths = {ref: number for ref, number in self.deaths.items() if number != rank}
@@ -139,7 +135,7 @@ class RankGroup:
             raise ClusterDead(self.name, self.end)
 
     def kill(self, why: str) -> None:
-        """Kill all ranks, even busy ones: survivors may hang in a collective."""
+        """Kill all ranks, even busy ones: they may hang in a collective."""
         if self.end is None:
             self.end = why
             WATCH.groups.pop(self, None)
@@ -162,11 +158,11 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Groups to watch, by weak references: Ray ends the actors of a discarded group only when no handle to them is left."""
+        """Groups to watch, referenced weakly: Ray ends a discarded group's actors when no handle to them is left."""
         self.overlooked: Sequence[str] = ()
-        """Names of groups whose deaths and silence are ignored (in an `overlooking` block)."""
+        """Groups whose deaths and silence are ignored (in `overlooking`)."""
         self.errands: dict[str, Callable[[], None]] = {}
-        """Non-blocking functions, called about once a second during every wait for ranks."""
+        """Non-blocking functions called about once a second in every wait for ranks."""
         self._silence_s: float | None = None
         self._listened = self._ran = 0.0
 
@@ -188,15 +184,14 @@ class LivenessWatch:
         return {(name, rank): place for name, rank, place in found if place is not None}
 
     def where(self, name: str, rank: int) -> str:
-        """Return " on ADDRESS", or "" if unknown or if all ranks share one node."""
+        """Return " on ADDRESS"; "" if unknown or if all ranks share a node."""
         pulses = [pulse for group in self.groups for pulse in group.pulses]
         place = next((group.pulses[rank].place for group in self.groups if group.name == name and rank < len(group.pulses)), None)
         is_told = place is not None and any(pulse.place is not None and pulse.place.node != place.node for pulse in pulses)
         return f" on {place.address}" if place is not None and is_told else ""
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Return {Ray reference that is ready when a rank dies: (its group, rank)}, without overlooked groups and groups with
-        `live_alone`."""
+        """Return {reference that is ready when a rank dies: (group, rank)}, without overlooked and `live_alone` groups."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 
@@ -210,7 +205,7 @@ class LivenessWatch:
 
     @contextmanager
     def expecting_answers(self, within_s: float | None) -> Iterator[None]:
-        """Limit the time of heartbeat answers inside the block; None or 0: unlimited."""
+        """Limit the time of heartbeat answers in the block; None or 0: unlimited."""
         before, self._silence_s = self._silence_s, within_s or None
         try:
             yield
@@ -218,7 +213,7 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """Return (group, rank, limit in seconds) of a rank whose heartbeat answer exceeds the limit of `expecting_answers`, else None."""
+        """Return (group, rank, limit in seconds) of a rank whose answer exceeds the limit of `expecting_answers`, if any."""
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None

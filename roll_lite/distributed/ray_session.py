@@ -36,7 +36,7 @@ from roll_lite.observability.report import SUMMARY_FILE
 logger = logging.getLogger(__name__)
 
 SUPPORTED_RAY = ((2, 60), (2, 62))
-"""(first supported version, first unsupported later version)."""
+"""(first supported version, first unsupported one)."""
 FOLDER_PREFIX = "rl-"
 OWNER_FILE = "owner"
 MARK_FILE = "mark"
@@ -47,10 +47,10 @@ HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + byte
 HTTP2_SETTINGS = 4
 SERVERS = ("raylet", "gcs_server")
 LONGEST_BASE = 40
-"""Maximum length of the temporary folder's path. Ray appends up to 64 characters; a socket path has at most 107."""
+"""Maximum length of the temporary folder's path: Ray appends up to 64 characters, and a socket path has at most 107."""
 
 QUIET = {"RAY_IGNORE_UNHANDLED_ERRORS": "1"}
-"""Keeps Ray from printing errors of calls that are not awaited, such as calls to a replaced engine."""
+"""Keeps Ray from printing errors of calls not awaited, such as those to a replaced engine."""
 LOCAL_SETTINGS = {
     # Also kill a dead worker's children (engine processes).
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
@@ -113,8 +113,8 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
 
 
 def _may_want_token(address: str) -> bool:
-    """Return True if the cluster refuses callers without a token, or does not answer. On a cluster that wants no token, a driver with a
-    token would lose its actors."""
+    """True if the cluster refuses callers without a token, or does not answer. Where none is wanted, a driver with a token would lose its
+    actors."""
     if find_spec("grpc") is None or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     import grpc
@@ -134,7 +134,7 @@ def use_token() -> None:
 
 
 def _check_address(address: str) -> str:
-    """Resolve `auto`, and check that a gRPC server answers. Ray takes minutes to report a closed port and hangs on a silent one."""
+    """Resolve `auto`; check that a gRPC server answers. Ray takes minutes to report a closed port and hangs on a silent one."""
     if "://" in address:
         raise ValueError(
             f"ray.address: {address!r} is a Ray Client address; start the run on a node of the cluster, with host:port or auto"
@@ -153,8 +153,8 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Return the address for `auto`: the cluster recorded by `ray start`, else the only cluster on this machine. Private clusters of runs
-    do not count."""
+    """Return the address of the cluster recorded by `ray start`, else of the only one on this machine. Private clusters of runs do not
+    count."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):
@@ -176,7 +176,7 @@ def _raylets() -> list[tuple[psutil.Process, str]]:
 
 
 def _expect_grpc(connection: socket.socket) -> None:
-    """Check for an HTTP/2 SETTINGS frame, which every gRPC server sends first. Skipped with TLS."""
+    """Check for an HTTP/2 SETTINGS frame, which every gRPC server sends first; not with TLS."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return
     connection.sendall(HTTP2_GREETING)
@@ -219,7 +219,7 @@ def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
 
 @contextmanager
 def _few_processes() -> Iterator[None]:
-    """Keep ray.init from starting dashboard, autoscaler and log monitor. include_dashboard=False alone would still start the dashboard."""
+    """Keep ray.init from starting dashboard (which include_dashboard=False would still start), autoscaler and log monitor."""
     parameter, services = ray._private.parameter, ray._private.services
     before = parameter.RayParams, services.start_api_server
     parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
@@ -235,7 +235,7 @@ def _children() -> list[int]:
 
 
 def _reap_orphans(own: Collection[int]) -> None:
-    """Reap dead processes inherited from killed workers. `own`: this process's children right after Ray's start, which other code reaps."""
+    """Reap dead processes inherited from killed workers. `own`: children right after Ray's start, which other code reaps."""
     for pid in set(_children()).difference(own):
         with suppress(ChildProcessError):  # another thread was faster
             os.waitpid(pid, os.WNOHANG)
@@ -258,7 +258,7 @@ def check_version(version: str) -> None:
 
 
 def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return a runtime environment with the driver's import path. Other nodes need these folders on a shared file system."""
+    """Return a runtime environment with the driver's import path; other nodes need its folders on a shared file system."""
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     folders = [Path(path or ".").resolve() for path in sys.path]
     own = [folder for folder in folders if folder.is_dir() and not any(folder.is_relative_to(place) for place in installed)]
@@ -270,7 +270,7 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
 
 @contextmanager
 def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[None]:
-    """Limit the time of ray.init in the block, and hide Ray's error messages, such as worker deaths, which the run reports itself."""
+    """Limit the time of ray.init in the block; hide Ray's messages of errors such as worker deaths, which the run reports itself."""
     limit = WATCHDOG.limit("the start of Ray", config.start_timeout_s, "ray.start_timeout_s")
     listen = ray._private.worker.listen_error_messages
     ray._private.worker.listen_error_messages = lambda _worker, _stopped: None
@@ -286,8 +286,8 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield (private folder, mark) of the session while a guard process watches the driver. The mark is an id in the environment of the
-    session's processes. On a cluster started elsewhere, the guard only records a killed driver's death."""
+    """Yield (private folder, mark) of the session while a guard process watches the driver. The mark is an id in its processes'
+    environment. On a cluster started elsewhere, the guard only records the driver's death."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)
@@ -320,7 +320,7 @@ def _make_folder() -> Path:
 
 
 def _identity(process: int) -> str:
-    """Return a process's unique name: pid, start time and pid namespace. Pids alone are reused."""
+    """Return a process's unique name: pid, start time, pid namespace. Pids alone are reused."""
     start_tick = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{process} {start_tick} {_pid_namespace()}"
 

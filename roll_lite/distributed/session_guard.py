@@ -1,7 +1,7 @@
-"""Guard process that cleans up after a driver's Ray session and records the driver's death.
+"""Guard process that cleans up after a driver's Ray session and records its death.
 
 It kills all processes with the session's mark (an id) in their environment, or with open files of the session. A second guard survives if
-the first is killed with the driver. Every Ray worker imports this file: use only the standard library.
+the first is killed with the driver. Every Ray worker imports this file: standard library only.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ FOLDER_SECONDS = 1.0
 
 
 def keep_exit_codes() -> None:
-    """Restore the default handling of SIGCHLD (adopted orphans then stay zombies). Ray 2.60 with its subreaper ignores SIGCHLD, so that
-    subprocess reports exit code 0 for every child."""
+    """Restore the default handling of SIGCHLD (adopted orphans stay zombies). Ray 2.60 with its subreaper ignores SIGCHLD: subprocess would
+    report exit code 0 for every child."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Return the pids of the session's processes. They have the mark in their environment or, since a process title may have overwritten
-    it, are Ray's workers with open files in the session's folder."""
+    """Return the session's pids: processes with the mark in their environment, or Ray's workers with open files in the session's folder (a
+    process title may have overwritten the mark)."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -59,7 +59,7 @@ def _is_titled_user(process: Path, folder: Path) -> bool:
 
 
 def end_processes(mark: str, folder: Path, grace_s: float) -> None:
-    """Kill the session's processes until several scans in a row find none. A dying process may start another; during exec, a process's
+    """Kill the session's processes until several scans in a row find none: a dying process may start another, and during exec a process's
     environment is empty."""
     start = time.monotonic()
     unseen = 0
@@ -117,7 +117,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def record_death(summary: Path) -> None:
-    """Set "exit" in a killed driver's summary.json to KILLED if it still says "running"."""
+    """Set "exit" in a killed driver's summary.json from "running" to KILLED."""
     try:
         told = json.loads(summary.read_text(encoding="utf-8"))
         if told["exit"] == "running":
@@ -129,7 +129,7 @@ def record_death(summary: Path) -> None:
 
 
 def second_guard() -> tuple[int, bool]:
-    """Fork a second guard. Both processes return (pidfd of the other guard, whether this is the new guard)."""
+    """Fork a second guard. Both return (pidfd of the other, whether this is the new one)."""
     first = os.pidfd_open(os.getpid())
     child = os.fork()
     if child == 0:

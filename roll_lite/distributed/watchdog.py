@@ -1,7 +1,7 @@
 """Watchdog of the driver: time limits of phases, and a thread that watches the main thread.
 
-In waits of pending.py, the main thread itself notices a passed limit or a lost Ray session. If it is stuck in a call into Ray, the watchdog
-thread records the run's end and kills the process.
+In waits of pending.py, the main thread notices a passed limit or a lost Ray session. While it is stuck in a call into Ray, the thread
+records the run's end and kills the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Limit:
     seconds: float
     setting: str
     started: float
-    """Monotonic time of the start, plus the time in which limits were suspended."""
+    """Monotonic start, plus the time in which limits were suspended."""
 
     @property
     def deadline(self) -> float:
@@ -45,11 +45,11 @@ class SessionLost(RuntimeError):
 
 
 LEAST_SECONDS = 5.0
-"""Minimum seconds for saving after a SIGTERM, even if less of checkpoint.on_sigterm_s is left."""
+"""Minimum seconds to save after a SIGTERM, even if less of checkpoint.on_sigterm_s is left."""
 
 
 class Preempted(BaseException):
-    """A SIGTERM arrived: the run saves its state and ends."""
+    """Raised after a SIGTERM: the run saves its state and ends."""
 
 
 class Watchdog:
@@ -62,7 +62,7 @@ class Watchdog:
         self._told = False
         self.silence_s: float | None = None
         self.preempted_at: float | None = None
-        """Monotonic time of a SIGTERM. The next wait then raises Preempted."""
+        """Monotonic time of a SIGTERM; the next wait raises Preempted."""
         self._keeps_on = False
 
     # ------------------------------------------------------------ limits
@@ -80,7 +80,7 @@ class Watchdog:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspend all open limits while the block runs, which sets its own limits."""
+        """Suspend all open limits during the block, which sets its own."""
         limits, self._limits = self._limits, []
         started = time.monotonic()
         try:
@@ -106,7 +106,7 @@ class Watchdog:
             self._processes = {}
 
     def check(self) -> None:
-        """Raise SessionLost or Preempted, if due. Every wait of the main thread calls this."""
+        """Raise SessionLost or Preempted if due; called in every wait of the main thread."""
         if self._lost is not None:
             self._told = True
             raise SessionLost(self._lost)
@@ -130,7 +130,7 @@ class Watchdog:
 
     @contextmanager
     def patrol(self, give_up: Callable[[str], None]) -> Iterator[None]:
-        """Run the watchdog thread inside the block. If the main thread is stuck, `give_up(cause)` ends the process."""
+        """Run the watchdog thread in the block. If the main thread is stuck, `give_up(cause)` ends the process."""
         ended = threading.Event()
         main = threading.get_ident()
         thread = threading.Thread(target=self._patrol, args=(ended, main, give_up), name="watchdog", daemon=True)

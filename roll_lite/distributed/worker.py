@@ -1,4 +1,4 @@
-"""Base classes of workers. torch is imported only when needed, since that takes seconds."""
+"""Base classes of workers. torch, which takes seconds to import, is imported when needed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Address:
 
 
 class Stand(NamedTuple):
-    """Collectives that a process has begun, and its threads' stack traces."""
+    """Collectives that a process has begun, and its threads' stacks."""
 
     begun: Mapping[str, int]
     """{process group: number of the last collective begun}."""
@@ -55,14 +55,14 @@ class Stand(NamedTuple):
 
 
 class Worker:
-    """Base class whose methods run one at a time, not on the main thread. A worker that needs the main thread sets `watched = False`; its
-    death is then noticed only at the next call."""
+    """Base class whose methods run one at a time, off the main thread. A worker that needs the main thread sets `watched = False`: its
+    death is noticed at the next call."""
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
     """True if a `Fleet` handles a worker's death."""
     max_restarts: ClassVar[int] = 0
-    """Maximum restarts by Ray; -1: unlimited. Needs `watched = False`. The caller must initialize a restarted worker again."""
+    """Maximum restarts by Ray; -1: unlimited. Needs `watched = False`. The caller initializes the worker again."""
 
     def __init__(self) -> None:
         self.role = os.environ[ROLE]
@@ -87,7 +87,7 @@ class Worker:
         return Place.here()
 
     def init_process_group(self, timeout_s: float = 1800.0) -> None:
-        """Create the process group (collective): gloo for host memory, and NCCL with GPUs."""
+        """Create the process group (collective): gloo for host memory, NCCL with GPUs."""
         # torch takes seconds to import, and workers without a process group never need it
         import torch
         import torch.distributed as dist
@@ -125,7 +125,7 @@ class Worker:
         threading.Event().wait()
 
     def place(self) -> Place:
-        """Return this worker's node and pid. Also serves as the heartbeat call."""
+        """Return node and pid. Also the heartbeat call."""
         return Place.here()
 
     def stand(self) -> Stand:
@@ -156,7 +156,7 @@ class AsyncWorker(Worker):
 
 
 def reserve_port(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that holds a port (0: any free one) for a later server, which must use SO_REUSEADDR."""
+    """Return a socket that holds a port (0: any free) for a later server, which must use SO_REUSEADDR."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((host, port))
@@ -164,14 +164,14 @@ def reserve_port(host: str, port: int = 0) -> socket.socket:
 
 
 def use_interface_of(host: str) -> None:
-    """Make gloo use this address's network interface. gloo's default, the host name, often does not resolve in containers."""
+    """Make gloo use this address's network interface: its default, the host name, often does not resolve in containers."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def freeze_heap() -> None:
-    """Exclude existing objects from garbage collection. With an engine loaded, a full collection takes 0.25 s."""
+    """Exclude existing objects from garbage collection: with an engine loaded, a full one takes 0.25 s."""
     gc.collect()
     gc.freeze()
 
@@ -194,8 +194,8 @@ def redirect_output() -> None:
 
 
 def begun_collectives() -> tuple[dict[str, int], list[str]]:
-    """Return ({process group: number of the last collective begun}, descriptions of unfinished collectives). Stack traces do not show GPU
-    collectives, which are launched early without blocking the process."""
+    """Return ({process group: number of the last collective begun}, descriptions of unfinished ones). Stack traces do not show GPU
+    collectives, which are launched early without blocking."""
     begun, unfinished = dict[str, int](), list[str]()
     with suppress(Exception):  # another torch may have another format, and the stacks matter more
         for entry in _recorded_collectives():
@@ -208,7 +208,7 @@ def begun_collectives() -> tuple[dict[str, int], list[str]]:
 
 
 def _recorded_collectives() -> Iterator[dict[str, Any]]:
-    """Read torch's flight recorder, which is on by default. Sends and receives are omitted: their state is not kept up to date."""
+    """Read torch's flight recorder, on by default, without sends and receives, whose state is not kept up to date."""
     recorder = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         entries = json.loads(getattr(recorder, name)(True, False)).get("entries", []) if hasattr(recorder, name) else []
@@ -216,7 +216,7 @@ def _recorded_collectives() -> Iterator[dict[str, Any]]:
 
 
 def other_stacks() -> str:
-    """Return stack traces of this process's other threads, without Ray's and idle threads."""
+    """Return stacks of this process's other threads, without Ray's and idle ones."""
     texts = []
     for thread, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)

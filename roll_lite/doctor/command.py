@@ -24,7 +24,7 @@ RAY = "`roll-lite docs multi_node` says how a cluster is started and named, how 
 
 
 def answer(asked: argparse.Namespace) -> int:
-    """Print all diagnoses. Return the exit code: 1 if there is a fault."""
+    """Print all diagnoses. Return the exit code: 1 after a fault."""
     found = []
     for one in _examine(asked):
         found.append(one)
@@ -57,7 +57,7 @@ def _examine(asked: argparse.Namespace) -> Iterator[Diagnosis]:
 
 
 def reach_ray(address: str | None) -> str:
-    """Start Ray as a run does, or attach to a cluster. Return a sentence about it."""
+    """Start Ray as a run does, or attach to a cluster; return a sentence about it."""
     started = time.monotonic()
     with ray_session(RayConfig(address=address), None) as session:
         if session.started:
@@ -67,7 +67,7 @@ def reach_ray(address: str | None) -> str:
 
 
 def run_tiny(why: str, engine: str, address: str | None, *settings: str) -> Diagnosis:
-    """Run the shipped tiny model with an engine and these settings; keep the folder of a failed run. `why`: prefix of the check's name."""
+    """Run the shipped tiny model with an engine and these settings; keep a failed run's folder. `why`: prefix of the check's name."""
     from roll_lite.pipeline.agreement import BOUND  # imports torch
 
     check, started, folder = f"{why} {engine}", time.monotonic(), Path(tempfile.mkdtemp(prefix="doctor-"))

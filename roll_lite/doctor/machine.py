@@ -29,7 +29,7 @@ from roll_lite.pipeline.shortages import check_machine as find_shortages
 from roll_lite.sandbox.pool import Sandbox, SandboxTrouble
 
 PORTS = 6379, 8265, 8700
-"""Default ports of Ray's head node, its dashboard and `roll-lite view`. A run's own Ray takes ports that the system chooses."""
+"""Default ports of Ray's head node, its dashboard and `roll-lite view`. A run's own Ray takes ports from the system."""
 TAKEN = "if that is neither Ray nor `roll-lite view`, give those another --port"
 ABSENT = "not installed"
 INSTALL = "install the versions of a lock file (roll-lite docs environment), or pip install"
@@ -42,7 +42,7 @@ SET_CLOCK = "set the clock, or have a time server keep it: logs mislead, and TLS
 SECONDS = 60.0
 """Time limit in seconds for a check in a separate process."""
 LEAST_FREE = 0.9
-"""Free fraction of a GPU's memory below which the GPU counts as used by another process."""
+"""Free fraction of GPU memory below which another process counts as using the GPU."""
 DRIVER = re.compile(r"Driver Version: *\S+ +CUDA Version: *[\d.]+")
 GPU_STACK = "install a lock file for GPUs (roll-lite docs environment) and a driver for its CUDA version; if they fit, look at dmesg"
 Memory = tuple[str, int, int]
@@ -54,9 +54,9 @@ class Diagnosis:
     check: str
     value: str
     remedy: str = ""
-    """Advice to the user; empty if nothing is wrong."""
+    """Empty if nothing is wrong."""
     status: str = "fault"
-    """"fault" or "warning"; changed to "ok" if there is no remedy."""
+    """"fault" or "warning"; "ok" if there is no remedy."""
     node: str = ""
     """Address of the node, if several are checked."""
 
@@ -65,7 +65,7 @@ class Diagnosis:
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a separate process. RuntimeError if the process crashes or takes longer than SECONDS."""
+    """Call a function in a separate process. RuntimeError if it crashes or takes longer than SECONDS."""
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     try:
         return pool.submit(function, *arguments).result(SECONDS)
@@ -119,7 +119,7 @@ def check_gpus() -> Iterator[Diagnosis]:
 
 
 def ask_torch() -> tuple[str, list[Memory], list[str]]:
-    """Open each GPU. Return (torch's version, GPUs, pairs of GPUs such as `0-1` that cannot read each other's memory)."""
+    """Open each GPU. Return (torch's version, GPUs, pairs such as `0-1` that cannot read each other's memory)."""
     import torch
 
     cuda, numbers = torch.cuda, range(torch.cuda.device_count())
@@ -132,8 +132,8 @@ def ask_torch() -> tuple[str, list[Memory], list[str]]:
 
 
 def judge_gpus(versions: str, gpus: list[Memory], blind: list[str], topology: str) -> Iterator[Diagnosis]:
-    """Report GPUs, free memory and links. `versions`: of torch and driver; `blind`: GPU pairs without peer access; `topology`: output of
-    `nvidia-smi topo -m`."""
+    """Report GPUs, free memory and links. `versions`: of torch and driver; `blind`: pairs without peer access; `topology`: of `nvidia-smi
+    topo -m`."""
     used = [f"GPU {n} has {free / GIB:.0f} GiB free" for n, (_, free, total) in enumerate(gpus) if free < LEAST_FREE * total]
     remedy = f"{', '.join(used)}: end the processes that nvidia-smi lists, or leave these out by CUDA_VISIBLE_DEVICES" if used else ""
     yield Diagnosis("gpus", f"{len(gpus)} x {' and '.join(sorted({name for name, *_ in gpus}))}, {versions}", remedy, "warning")
@@ -143,7 +143,7 @@ def judge_gpus(versions: str, gpus: list[Memory], blind: list[str], topology: st
 
 
 def links_of(topology: str) -> list[str]:
-    """Return the kinds of links between GPUs, as named by `nvidia-smi topo -m`: NV18 means 18 NVLinks, PIX to SYS are PCIe."""
+    """Return the kinds of links between GPUs, as in `nvidia-smi topo -m`: NV18 means 18 NVLinks, PIX to SYS are PCIe."""
     rows = re.findall(r"^\W*GPU\d+\s+(.*\bX\b.*)$", topology, re.MULTILINE)
     return sorted({cell for row in rows for cell in row.split()[: len(rows)]} - {"X"})
 
@@ -184,5 +184,5 @@ def check_clock(newest: Path = Path(__file__)) -> Iterator[Diagnosis]:
 
 
 def check_machine(run_folder: Path) -> Iterator[Diagnosis]:
-    """Run all checks of this machine, except those of Ray and of ports."""
+    """Run all checks of this machine, except Ray's and ports."""
     return chain(check_versions(), check_engines(), check_gpus(), check_space(run_folder), check_sandbox(), check_clock())

@@ -1,4 +1,4 @@
-"""Check every node of a Ray cluster, and measure the bandwidth between nodes with gloo and with NCCL."""
+"""Check every node of a Ray cluster; measure the bandwidth between nodes with gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ from roll_lite.files import first_line
 from roll_lite.pipeline.node_facts import differences, look_at, node_table, warnings
 
 BYTES, REPEATS = 32 << 20, 4
-"""Size of a measured message, and number of tries; the fastest try counts."""
+"""Size of a measured message, and number of tries; the fastest counts."""
 CALL_SECONDS = 120.0
 SLOW = 4.0
-"""A pair of nodes is slow if the median pair is faster by this factor."""
+"""Factor by which the median pair of nodes is faster than a slow one."""
 COLUMNS = ("gpus", "shared memory", "open files", "sandbox")
 """Checks that the table of nodes shows."""
 LINK = "look at this link: its interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), cable and switch port"
 
 
 class NodeWorker(Worker):
-    """Process on a node; the processes of all nodes form a process group."""
+    """Process on a node; those of all nodes form a process group."""
 
     def check(self, run_folder: Path) -> list[Diagnosis]:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from workers that reserve none
         return [replace(one, node=ray.util.get_node_ip_address()) for one in check_machine(run_folder)]
 
     def measure(self, device: str, ranks: Sequence[int]) -> float:
-        """Measure the bandwidth of an all-reduce among `ranks`, in bytes per second sent by each; 0 on other ranks. All ranks must call
-        this."""
+        """Measure an all-reduce among `ranks`, in bytes per second sent by each; 0 on other ranks. All ranks must call this."""
         import torch
         import torch.distributed as dist
 
@@ -95,8 +94,8 @@ def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
 
 
 def judge_links(backend: str, places: Sequence[str], speeds: Sequence[float]) -> Iterator[Diagnosis]:
-    """Report the bandwidths, and warn of slow links. `places`: node addresses. `speeds`: bytes per second between neighbours in `places`,
-    then in an all-reduce over all."""
+    """Report bandwidths, and warn of slow links. `places`: node addresses. `speeds`: bytes per second between neighbours in `places`, then
+    in an all-reduce over all."""
     *pairs, together = speeds
     told = f"{min(pairs) / 1e9:.2f} to {max(pairs) / 1e9:.2f} GB/s between neighbours, {together / 1e9:.2f} GB/s in an all-reduce over all"
     yield Diagnosis(backend, told)

@@ -19,7 +19,7 @@ TEMPLATES = {"slurm": "slurm.sh.jinja", "ray": "ray.sh.jinja", "k8s": "k8s.yaml.
 SHARED = Path("/shared")
 """Mount point of the shared volume in pods."""
 CLOSING_S = 60
-"""Seconds between SIGTERM and the job's end, in addition to `checkpoint.on_sigterm_s`."""
+"""Seconds between SIGTERM and the job's end, beyond `checkpoint.on_sigterm_s`."""
 LONGEST_NAME = 47
 
 
@@ -33,8 +33,8 @@ class Launch:
     claim: str = "shared"
 
     def mistakes(self, config: RunConfig, file: Path | None) -> Mistakes:
-        """Yield settings that would not work in the rendered file: secrets and another cluster's address; for Kubernetes, also a missing
-        image and unreachable paths."""
+        """Yield settings that would fail in the rendered file: secrets, another cluster's address; for Kubernetes also a missing image,
+        unreachable paths."""
         for word in self.overrides:
             if hidden(word) != word and "${" not in word:
                 yield hidden(word), "would stand in the file; write ${oc.env:NAME}, and set that variable on the nodes"

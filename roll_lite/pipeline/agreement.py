@@ -32,29 +32,27 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 BOUND = {"float32": 0.01, "bfloat16": 0.2}
 """Maximum mean log-prob difference in nats for `rollout.max_mismatch: auto`, by the lower precision of engine and trainer."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
-"""Mean log-prob differences in nats, by precision, that count as rounding: limits relative to earlier steps or other engines are never
-lower."""
+"""Mean log-prob differences in nats, by precision, that count as rounding: limits by earlier steps or other engines are never lower."""
 DRIFT = 0.1
-"""Mean log-prob difference in nats that each later weight update may add to `rollout.max_mismatch`, for samples of older weights. Usual are
-0.006 to 0.03, and 0.07 after Adam's first step."""
+"""Nats that each later weight update may add to `rollout.max_mismatch` for samples of older weights. Usual are 0.006 to 0.03, and 0.07
+after Adam's first step."""
 STALE_FLOOR = 0.05
-"""Log-prob difference in nats that counts as rounding (FLOOR) for samples of older weights, in any precision."""
+"""FLOOR for samples of older weights, in any precision."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""Limits of an engine's mean log-prob difference: FACTOR times the median of earlier steps, and FACTOR times the mean of the other engines.
-For samples of older weights, the factor is STALE_FACTOR."""
+"""Limits of an engine's mean log-prob difference: FACTOR (STALE_FACTOR for samples of older weights) times the median of earlier steps and
+the mean of the other engines."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
-"""Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
+"""Minimum tokens of an engine for a comparison: in bfloat16, single tokens differ much."""
 LEAST_STALE_TOKENS = 200
-"""Minimum tokens for a comparison (LEAST_TOKENS) of samples of older weights, in any precision."""
+"""LEAST_TOKENS for samples of older weights, in any precision."""
 LASTING_STEPS, SUDDEN = 3, 2.0
-"""Samples of older weights also differ by what the policy has learned since: in 2,790 steps of a policy that had collapsed, 14 exceeded the
-limit, up to seven times (0.36 nats), and at most two in a row. So an engine must exceed it in LASTING_STEPS steps in a row (in more for
-older weights, since one large update shows in several), or reach SUDDEN nats once."""
+"""Samples of older weights also differ by what the policy has learned since: in 2,790 steps of a collapsed policy, 14 exceeded the limit,
+up to seven times (0.36 nats), and at most two in a row. So an engine must exceed it in LASTING_STEPS steps in a row (more for older
+weights: one large update shows in several), or reach SUDDEN nats once."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
-"""Earlier steps in the median (see FACTOR): the latest MOST_STEPS. Engines are not compared with a median of fewer than LEAST_STEPS steps
-(LEAST_STALE_STEPS for samples of older weights)."""
+"""Earlier steps in the median (FACTOR): at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), of the latest MOST_STEPS."""
 Age = tuple[int, int]
-"""Age of a sample: (weight updates since its oldest token was generated, weight updates since its newest token was)."""
+"""Age of a sample: weight updates since its (oldest, newest) token was generated."""
 CURRENT = (0, 0)
 
 
@@ -91,7 +89,7 @@ def compare_replicas(model: Model[Any], step: int) -> None:
 
 
 class Agreement:
-    """Compares each engine's log-probs with the trainer's, separately for each Age of samples."""
+    """Compares each engine's log-probs with the trainer's, by Age of the samples."""
 
     def __init__(self, config: RunConfig) -> None:
         self._is_live = generates(config)
@@ -106,16 +104,16 @@ class Agreement:
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
         self._past: dict[str, list[float]] = {}
-        """{Age of samples, as a text such as "0 0": mean absolute log-prob difference in each earlier step}. JSON has no tuples as keys."""
+        """{Age as text, such as "0 0" (JSON has no tuples as keys): mean log-prob difference in each earlier step}."""
         self._exceeded: dict[tuple[Age, int], int] = {}
-        """{(age of samples, engine): consecutive comparisons, up to the latest, in which the engine exceeded a limit}."""
+        """{(age, engine): latest consecutive comparisons in which the engine exceeded a limit}."""
 
     def accept(self, version: int) -> None:
         self._accepted = version
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs differ too much. `version`: the trainer's weight version. `found`: for each rank, {sample
-        number: (sum of absolute log-prob differences, number of tokens)}."""
+        """Raise EnginesDiffer if log-probs differ too much. `version`: the trainer's. `found`: for each rank, {sample number: (sum of
+        absolute differences, number of tokens)}."""
         if version == self._accepted:
             self._is_first = False
         if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):

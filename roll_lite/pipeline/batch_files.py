@@ -29,11 +29,11 @@ from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
 
 SMALL_STEP_TOKENS = 2**18
-"""`batches.write: auto` writes batches only if a step can have at most this many tokens: some megabytes on disk."""
+"""Maximum tokens of a step that `batches.write: auto` writes: some megabytes on disk."""
 AUTO_STEPS = 500
-"""`batches.write: auto` writes only this many steps, the first ones, to limit disk usage."""
+"""First steps that `batches.write: auto` writes, to limit disk usage."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
-"""Columns that are not written: thousands of numbers per token, which a forward pass can recompute."""
+"""Columns not written: thousands of numbers per token, which a forward pass recomputes."""
 SUPERVISED = ("sample", "input_ids", "response_mask", "ptx_weight")
 
 
@@ -49,7 +49,7 @@ class BatchFiles:
         return self.are_written and step <= self._until
 
     def keep_start(self, models: Models) -> None:
-        """Save the start weights. Adapters and small models are copied; of a large model, only path and checksums are written."""
+        """Save the start weights: copies of adapters and small models, path and checksums of large ones."""
         if not self.are_written:
             return
         start = self._folder / "start"
@@ -96,7 +96,7 @@ class BatchFiles:
         kl_coefs: Mapping[str, float],
         supervised: DataProto | None,
     ) -> None:
-        """Write the samples of an update that was skipped as not finite, even with `batches.write: never`."""
+        """Write the samples of an update skipped as not finite, even with `batches.write: never`."""
         table = _with_losses(_as_table([mini_batch], first=skipped.update), skipped)
         facts = {"step": skipped.step, "role": skipped.role, "update": skipped.update, "kl_coefs": dict(kl_coefs)}
         facts |= {"loss": str(skipped.loss), "grad_norm": str(skipped.grad_norm)}  # JSON has no NaN

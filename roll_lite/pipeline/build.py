@@ -71,16 +71,16 @@ W = TypeVar("W", bound=ModelWorker)
 
 LOCAL_PATIENCE_S = 5.0
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment variables of workers against usage reports, downloads and tokenizer threads."""
+"""Workers' environment variables against usage reports, downloads and tokenizer threads."""
 FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNER")
-"""Driver environment variables that GPU workers receive, also on other nodes."""
+"""Environment variables that GPU workers on all nodes take from the driver."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables with settings of torch's allocator: the current name and the older one."""
+"""Settings of torch's allocator: current and older variable."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable: number of a GPU's hardware queues. With one, kernels run in launch order, which Megatron's tensor parallel overlap
 needs."""
 BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
-"""Names, as Ray gives them, of GPUs that work without CUDA_DEVICE_MAX_CONNECTIONS=1."""
+"""Ray's names of GPUs that work without CUDA_DEVICE_MAX_CONNECTIONS=1."""
 KNOWS_PINNED_SIZE = (2, 13)
 """First torch version with `pinned_max_cached_size_mb`; earlier versions reject unknown settings."""
 
@@ -109,8 +109,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
 
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return workers' environment variables against usage reports, downloads and tokenizer threads (QUIET); values that the user set (in
-    `given`) take precedence. HF_HUB_OFFLINE is left out if models must be downloaded (hf://), unless the user set it."""
+    """Return QUIET, with the user's values (in `given`) first. HF_HUB_OFFLINE is left out if models must be downloaded (hf://), unless the
+    user set it."""
     names_hub = "hf://" in config.model_dump_json()
     return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
 
@@ -120,9 +120,9 @@ def gpu_environment(
 ) -> dict[str, str]:
     """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
 
-    Trainers get the settings that SGLang chooses for engines, since members of an NCCL group need equal ones. Trainers and reward models
-    get the driver's allocator settings. By default these are expandable segments, since changing micro-batches fragment memory, and a
-    limit for cached pinned memory: torch would round pinned copies up to powers of two and never free them.
+    Trainers get SGLang's NCCL settings: members of an NCCL group need equal ones. Trainers and reward models get the driver's allocator
+    settings, by default expandable segments, since changing micro-batches fragment memory, and a limit for cached pinned memory: torch
+    rounds pinned copies up to powers of two and never frees them.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
@@ -148,14 +148,14 @@ def gpu_environment(
 
 
 def supervised_rows(config: RunConfig) -> SupervisedRows | None:
-    """Return the rows of `algorithm.ptx`; None if unset."""
+    """Return the rows of `algorithm.ptx`, if set."""
     if config.algorithm.ptx is None or not trains(config):
         return None
     return SupervisedRows(config.algorithm.ptx, load_tokenizer(config.model.path), derived_seed(config.seed, "ptx"))
 
 
 def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offloaded: Sequence[str]) -> None:
-    """Initialize workers, in parallel if they stay loaded, otherwise one by one. `offloaded`: reward models that do not stay loaded."""
+    """Initialize workers, in parallel if they stay loaded, else one by one. `offloaded`: reward models that do not stay loaded."""
     initialize(models, lambda: [] if live is None else starting(live, offloaded))
     if live is None:
         return
@@ -172,8 +172,7 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offl
 
 
 def starting(live: LiveRollouts, offloaded: Sequence[str]) -> list[Pending[Any]]:
-    """Start to initialize what stays loaded: rollout service, judges, engines, reward models not in `offloaded`. Return the pending
-    calls."""
+    """Start to initialize what stays loaded: rollout service, judges, engines, reward models except `offloaded`."""
     together: list[Pending[Any]] = [live.engines.replicas.start_all(InferWorker.preload)]
     together.append(live.prepare_service())
     together += [ranks.start_all(RewardModelWorker.initialize) for name, ranks in live.reward_models.items() if name not in offloaded]
@@ -267,8 +266,7 @@ class Starter:
         return Engines(start_cluster(spec, InferWorker, engine, parts), role, turns), joining
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """Return (slots, options). `slots`: the devices of each engine replica on its first node. `options[replica]`: Ray options of the
-        replica's actors on further nodes, if any."""
+        """Return (devices of each engine replica on its first node, Ray options of each replica's actors on further nodes)."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []

@@ -1,4 +1,4 @@
-"""Chaos mode: kill, stop or slow processes and cut off nodes, at seeded random times, to test recovery."""
+"""Chaos mode: kill, stop or slow processes, and cut off nodes, at seeded random times to test recovery."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNS = 0.1
 CUT = "for do in add del; do ip rule $do pref 1 blackhole; ip -6 rule $do pref 1 blackhole; [ $do = del ] || sleep $0; done"
 """Shell command that blocks all traffic leaving the node for $0 seconds."""
 TRY_CUT = "ip rule add pref 32765 lookup main && ip rule del pref 32765 lookup main"
-"""Shell command that fails where CUT would: adds and removes a harmless routing rule."""
+"""Shell command that adds and removes a harmless routing rule: it fails where CUT would."""
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def faults(config: ChaosConfig | None, say: Callable[[str], None]) -> Iterator[N
 
 
 def check_cuts(config: ChaosConfig | None, nodes: Sequence[str]) -> None:
-    """Raise ValueError if `chaos.actions` contains `cut`, but `nodes` (ids) is empty or has a node that cannot be cut off."""
+    """Raise ValueError if `chaos.actions` contains `cut`, but `nodes` (ids) is empty or holds one that cannot be cut off."""
     if config is None or "cut" not in config.actions:
         return
     if not nodes:
@@ -105,21 +105,21 @@ class Chaos:
         on(place.node, strike).remote(place, action, draw.random(), self._config.cut_s if cut else self._config.slow_s)
 
     def _plan_next(self) -> None:
-        """Draw the time of the next fault. Every fault has its own generator, so its time and kind do not depend on who is alive."""
+        """Draw the time of the next fault, with a generator per fault: time and kind do not depend on who is alive."""
         self._draw = random.Random(f"{self._config.seed} {next(self._numbers)}")
         self._next += self._draw.expovariate(1 / self._config.every_s)
 
 
 def nodes_never_cut() -> set[str]:
-    """Return ids of the driver's node and Ray's head node; losing either ends the run."""
+    """Return ids of the driver's and of Ray's head node: losing either ends the run."""
     heads = {node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]}
     return heads | {ray.get_runtime_context().get_node_id()}
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def strike(place: Place, action: str, draw: float, seconds: float) -> None:
-    """Kill, stop or slow a process, or cut off this node. `draw`, random in [0, 1), selects the process at `place` or one of its
-    descendants. `seconds`: duration of slowing or cutting off."""
+    """Kill, stop or slow a process, or cut off this node. `draw`, random in [0, 1), selects the process at `place` or a descendant.
+    `seconds`: of slowing or cutting."""
     if action == "cut":  # own session, so that the cut ends even if Ray ends this process, as after long cuts
         subprocess.run(["sh", "-c", CUT, str(seconds)], start_new_session=True, check=False)
         return

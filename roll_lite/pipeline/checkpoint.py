@@ -59,7 +59,7 @@ from roll_lite.workers.model import ModelWorker
 logger = logging.getLogger(__name__)
 
 COPY_SHARE = 0.25
-"""Maximum fraction of Ray's object store for an in-memory copy: the previous copy and the batches of recovery.py must fit too."""
+"""Maximum fraction of Ray's object store for an in-memory copy: the previous one and recovery.py's batches must fit too."""
 NO_ROOM = (
     "checkpoint.in_memory_every: no copies are made: a rank of %s needs %.0f MB of Ray's object store, %.0f MB are free for each; raise "
     "ray.object_store_mb (ray start --object-store-memory)"
@@ -67,12 +67,12 @@ NO_ROOM = (
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
 SEEN_WITHIN_S = 60.0
-"""Seconds to wait for files of other nodes: a network file system may cache their absence."""
+"""Seconds to wait for other nodes' files: network file systems may cache their absence."""
 FULL = 16 << 20
 LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
-"""Number of attempts to upload the last checkpoint, and seconds between them."""
+"""Attempts to upload the last checkpoint, and seconds between them."""
 INTERRUPTED_S = 3.0
-"""Seconds for ranks to answer, after an interruption, whether they have written the checkpoint."""
+"""Seconds after an interruption for ranks to answer whether they have written the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,6 @@ class Unfinished:
 
 class Checkpoints:
     def __init__(self, config: RunConfig, run_folder: Path, nodes_without_run_folder: Collection[str] = ()) -> None:
-        """`nodes_without_run_folder`: addresses of nodes that do not share the run folder."""
         self._config = config
         self._nodes_without_run_folder = nodes_without_run_folder
         self._run_folder = run_folder.resolve()
@@ -92,15 +91,15 @@ class Checkpoints:
         self._waiting: list[Path] = []
         self._running: Unfinished | None = None
         self.newest: Path | None = None
-        """Newest finished checkpoint, or that from which the run resumed."""
+        """Newest finished checkpoint, or the one the run resumed from."""
         self.copy_every, self.copied_step = config.checkpoint.in_memory_every, 0
-        """`copy_every`: steps between in-memory copies; 0: never. `copied_step`: step of the newest copy; 0: none."""
+        """`copy_every`: steps between in-memory copies; 0: none. `copied_step`: step of the newest; 0: none."""
         self._copy: dict[str, Any] = {}
         self.continues_in_folder = continues_in_folder(config, run_folder)
 
     def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes = b"") -> Path:
-        """Save a checkpoint and return its folder. If asynchronous, it is complete only after `finish_if_written` or `finish`. `rollouts`,
-        `pipeline`: states of rollout service and driver. `unfinished`: file content with the samples in flight."""
+        """Save a checkpoint; return its folder. An asynchronous one is complete after `finish_if_written` or `finish`. `rollouts`,
+        `pipeline`: states of rollout service and driver. `unfinished`: file of the samples in flight."""
         self.finish()
         state = {
             "schema_version": SCHEMA_VERSION,
@@ -143,8 +142,8 @@ class Checkpoints:
         return whole
 
     def _renew(self, checkpoint: Path, files: Mapping[str, bytes]) -> None:
-        """Replace state and samples in flight of a finished checkpoint by newer ones of the same step. The new files have other names and
-        count once files.json lists them; it is replaced atomically."""
+        """Replace state and samples in flight of a finished checkpoint by newer ones of the same step. Their files have other names, which
+        files.json, replaced atomically, lists."""
         folder = self._on_nodes(checkpoint)
         wanted = read_list(folder)
         number = 2 if "state-1.json" in wanted else 1
@@ -161,8 +160,7 @@ class Checkpoints:
                 upload(folder / name, checkpoint / name)
 
     def finish_if_written(self, within_s: float | None = None) -> None:
-        """Complete the checkpoint in progress if all ranks have written it. `within_s`: time limit for the ranks' answers; None: the
-        cluster's."""
+        """Complete the checkpoint in progress if all ranks have written it. `within_s`: limit for their answers; None: the cluster's."""
         running = self._running.models.values() if self._running is not None else ()
         asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
         said = [answers.result(within_s) for answers in asked]
@@ -171,8 +169,8 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Run the block. If it fails, try to complete the checkpoint in progress; after an interruption (Ctrl-C, SIGTERM), only if all
-        ranks have written it."""
+        """Run the block; if it fails, try to complete the checkpoint in progress, after an interruption (Ctrl-C, SIGTERM) only if all ranks
+        have written it."""
         try:
             yield
         except Exception:
@@ -224,7 +222,6 @@ class Checkpoints:
         return [old for old in checkpoints[: -settings.keep] if not settings.keep_every or steps_of(old) % settings.keep_every]
 
     def _upload(self, models: Mapping[str, Model[Any]]) -> None:
-        """Upload waiting checkpoints; log a failure, since the next save retries."""
         for folder in self._surplus(self._waiting):
             self._waiting.remove(folder)
         try:
@@ -253,7 +250,7 @@ class Checkpoints:
         self.newest = target
 
     def upload_last(self, models: Models) -> None:
-        """Upload waiting checkpoints at the run's end. Raise RuntimeError after LAST_TRIES failures."""
+        """Upload waiting checkpoints at the run's end; RuntimeError after LAST_TRIES failures."""
         for number in range(LAST_TRIES):
             if not self._waiting:
                 return
@@ -267,8 +264,8 @@ class Checkpoints:
         return f"To be uploaded, in {self._run_folder / FOLDER} on the nodes of the ranks: {waiting or 'nothing'}"
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
-        """Verify and load the checkpoint of `checkpoint.resume`. Return the driver's state; None if the run starts anew. If the checkpoint
-        is damaged and the run continues in its own folder, mark it and load the previous one; DamagedCheckpoint without one."""
+        """Verify and load the checkpoint of `checkpoint.resume`. Return the driver's state; None if the run starts anew. A damaged
+        checkpoint of the run's own folder is marked and the previous one loaded; DamagedCheckpoint without one."""
         if self._config.checkpoint.source is None:
             return None
         for left in (self._run_folder / FOLDER).glob("*.partial"):  # by a process that was killed as it saved
@@ -293,7 +290,7 @@ class Checkpoints:
         return 0 if self.newest is None else steps_of(self.newest)
 
     def copy_state(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any]) -> None:
-        """Copy the ranks' states into their nodes' object stores. If they do not fit, make no more copies."""
+        """Copy the ranks' states into their nodes' object stores. If they do not fit, no more copies are made."""
         saved, copies = self.stateful(models), {}
         room = COPY_SHARE * ray.cluster_resources()["object_store_memory"] / sum(model.ranks.world_size for model in saved.values())
         for role, model in saved.items():
@@ -308,7 +305,7 @@ class Checkpoints:
         self._copy, self.copied_step = {"pipeline": pipeline, "rollouts": rollouts, "copies": copies}, pipeline["steps_done"]
 
     def go_back(self, models: Models) -> dict[str, Any] | None:
-        """Load the in-memory copy, or a checkpoint that is newer, into new ranks. Return the loaded state; None if neither exists."""
+        """Load the in-memory copy, or a newer checkpoint, into new ranks. Return the loaded state, if any."""
         if self._running is not None:
             shutil.rmtree(self._running.folder, ignore_errors=True)
             self._running = None
@@ -333,8 +330,8 @@ class Checkpoints:
         return state
 
     def set_aside_newest(self, error: DamagedCheckpoint) -> None:
-        """Mark this run's newest checkpoint as damaged, and use its previous one. Without a previous one, a new run uses the start weights,
-        and a resumed run raises `error`."""
+        """Mark this run's newest checkpoint as damaged; use the previous one. Without one, a new run uses the start weights, a resumed run
+        raises `error`."""
         assert self.newest is not None
         with reaching(self._home):
             earlier = earlier_ones(self.newest)
@@ -350,12 +347,12 @@ class Checkpoints:
                 model.ranks.all(ModelWorker.load_checkpoint, self._on_nodes(folder) / role)
 
     def _on_nodes(self, checkpoint: Path) -> Path:
-        """Return the folder from which ranks load a checkpoint: the local copy on their node if the checkpoint is in a remote store."""
+        """Return the folder from which ranks load a checkpoint: of one in a remote store, the local copy."""
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:
-        """Verify a checkpoint's checksums, download missing files, and return its state. `copy`: local folder that already has state.json
-        and files.json; None: read both from `folder`."""
+        """Verify a checkpoint's checksums, download missing files, return its state. `copy`: local folder with state.json and files.json;
+        None: `folder` has them."""
         described = copy or folder
         with reaching(described):
             state, wanted = read_state(described, sizes=described == folder), read_list(described)
@@ -380,7 +377,7 @@ class Checkpoints:
         return state
 
     def export_model(self, models: Models) -> Path:
-        """Export actor, moving average (EMA, if configured) and critic in Hugging Face format."""
+        """Export actor, its moving average (EMA, if configured) and critic in Hugging Face format."""
         for role, model in models.trained.items():
             with model.loaded(states(Phase.FINAL_MODEL)):
                 self._save_hf(model, role, EXPORTED[role], average=False)
@@ -390,8 +387,7 @@ class Checkpoints:
         return self._run_folder / EXPORTED["actor_train"]
 
     def refresh_reference(self, models: Models, refresh: RefreshConfig) -> None:
-        """Copy the actor's weights, or their moving average, to the reference: through files, since the roles may be sharded
-        differently."""
+        """Copy the actor's weights, or their moving average, to the reference through files: the roles may be sharded differently."""
         with models.actor.loaded(states(Phase.NEW_REFERENCE)):
             folder = self._save_hf(models.actor, "actor_train", "reference", refresh.weights == "ema")
         assert models.reference is not None
@@ -407,14 +403,14 @@ class Checkpoints:
         return folder
 
     def stateful(self, models: Models) -> dict[str, Model[Any]]:
-        """Return the models that a checkpoint saves: trained ones, and a reference refreshed from the actor."""
+        """Return the models that checkpoints save: trained ones, and a reference refreshed from the actor."""
         made: dict[str, Model[Any] | None] = {**models.trained, "reference": models.reference}
         return {role: model for role in saved_roles(self._config) if (model := made.get(role)) is not None}
 
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """Remove the checkpoint's folder if the block fails: on a full disk, the end of the run could not be recorded."""
+    """Remove the checkpoint's folder if the block fails: on a full disk, the run's end could not be recorded."""
     try:
         yield
     except Exception as error:
@@ -426,8 +422,7 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
-    """Wait until this node sees the files that ranks of `role` have written, with these sizes in bytes. Raise RuntimeError after
-    SEEN_WITHIN_S."""
+    """Wait until this node sees the files of `role` with these sizes in bytes; RuntimeError after SEEN_WITHIN_S."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while wrong := [name for name, size in sizes.items() if _size(folder / name) != size]:
         if time.monotonic() >= deadline:

@@ -1,7 +1,7 @@
 """Choose the checkpoint to resume from; check that its files are intact and fit the run.
 
 A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and, written
-last, `files.json` (sizes and checksums). A newer state of the same step has files of other names (`state-*.json`, `unfinished-*.parquet`).
+last, `files.json` (sizes and checksums). A newer state of the same step has other file names (`state-*.json`, `unfinished-*.parquet`).
 """
 
 from __future__ import annotations
@@ -66,11 +66,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Return the checkpoint to resume from. If `folder` is a checkpoint, return it. If `folder` is a run, return its newest finished
-    checkpoint or, without any, the checkpoint from which the run itself was resumed.
-
-    Raise ValueError without a checkpoint.
-    """
+    """Return `folder` if it is a checkpoint. Of a run, return its newest finished checkpoint or, without one, the one it resumed from.
+    ValueError without any."""
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):
             return Resumption(folder, [])
@@ -93,8 +90,8 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Replace `checkpoint.resume: auto` by the experiment's newest intact checkpoint, or by None. Return the configuration and notes on the
-    choice. If all are damaged, choose the newest; loading it then ends the run with its error. May raise StoreUnreachable."""
+    """Replace `checkpoint.resume: auto` by the experiment's newest intact checkpoint, or None; return configuration and notes. If all are
+    damaged, choose the newest: loading it ends the run. May raise StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):
@@ -148,14 +145,14 @@ def steps_of(checkpoint: Path) -> int:
 
 
 def discard(checkpoint: Path) -> None:
-    """Delete a checkpoint, first the files that mark it as finished."""
+    """Delete a checkpoint, beginning with the files that mark it as finished."""
     for name in (STATE_FILE, LIST_FILE):
         (checkpoint / name).unlink(missing_ok=True)
     remove_tree(checkpoint)
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Mark a checkpoint as damaged, so that no run resumes from it."""
+    """Mark a checkpoint as damaged: no run resumes from it."""
     (checkpoint / STATE_FILE).rename(checkpoint / f"{STATE_FILE}.damaged")
 
 
@@ -178,7 +175,7 @@ def read_list(checkpoint: Path) -> dict[str, FileRecord]:
 
 
 def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
-    """Return the newest state after verifying its checksum and, unless `sizes` is False, all files' sizes."""
+    """Return the newest state after checking its checksum and, with `sizes`, all files' sizes."""
     wanted = read_list(checkpoint)
     for name, written in wanted.items() if sizes else ():
         try:

@@ -1,5 +1,4 @@
-"""Handles through which the pipeline calls models and engines; roles that share devices load, work and offload in turn
-(config/device_phases.py)."""
+"""Handles of models and engines for the pipeline. Roles that share devices take turns: load, work, offload (config/device_phases.py)."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ CHUNK_BYTES = 32 << 20
 
 
 class Movable(ABC):
-    """Role (model or engines) whose state can be loaded onto devices and offloaded, in named parts."""
+    """Role (model or engines) whose state, in named parts, can be loaded onto devices and offloaded."""
 
     role: ForwardRoleConfig | InferRoleConfig
 
@@ -73,8 +72,7 @@ class Model(Movable, Generic[W]):
         return loaded(self, parts)
 
     def bring_home(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """Move files that ranks wrote in `folder` on other `nodes` (addresses) to this folder on the driver's node. `names`: file names of
-        each rank."""
+        """Move files that ranks wrote in `folder` on other `nodes` (addresses) to the driver's node. `names`: by rank."""
         if not nodes:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,13 +90,12 @@ class Model(Movable, Generic[W]):
         self.ranks.all(ModelWorker.remove_files, folder, names, nodes)
 
     def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:
-        """Divide a batch into shards of about equal cost, one per data parallel rank."""
+        """Divide a batch into one shard per data parallel rank, of about equal cost."""
         parts = balanced_partition(self._costs(batch), self.ranks.data_size)
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Divide a batch for training. Each data-parallel rank gets its samples of every mini-batch, and the rows of these samples, each
-        only once."""
+        """Divide a batch for training: each data parallel rank gets its samples of every mini-batch, and their rows once."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -120,7 +117,7 @@ class Engines(Movable):
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Number of rounds in which engines start. Engines measure free memory, so engines that share a GPU must start in different rounds."""
+    """Rounds in which engines start: engines on one GPU start in different ones, since each measures free memory."""
 
     def start_first_ones(self) -> Pending[list[Place]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
@@ -136,8 +133,8 @@ class Engines(Movable):
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, also_loaded: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs, and offload it after the block. `also_loaded`: further models to load, each with its
-        state groups; the caller offloads these models."""
+        """Load the engine memory that a phase needs; offload it after the block. `also_loaded`: further models with state groups, which the
+        caller offloads."""
         return loaded(self, self.parts(phase), also_loaded)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
@@ -147,7 +144,7 @@ class Engines(Movable):
 @dataclass(frozen=True)
 class Models:
     policy: Model[ActorWorker] | None
-    """Actor; None in a run that does not train."""
+    """None in a run that does not train."""
     reference: Model[ReferenceWorker] | None = None
     critic: Model[CriticWorker] | None = None
 
@@ -170,13 +167,13 @@ class Models:
 
 
 def lengths(rows: DataProto) -> torch.Tensor:
-    """Return the number of tokens per row, prompt and response together."""
+    """Return tokens per row: prompt and response."""
     return rows.tensor("prompt_length") + rows.tensor("response_length")
 
 
 def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
-    """Initialize models that stay loaded, in parallel with the calls that `start_others` starts. Then initialize and offload the other
-    models one by one."""
+    """Initialize models that stay loaded, in parallel with the calls of `start_others`; then initialize and offload the others one by
+    one."""
     gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *start_others())
     for model in models:
         if model.offloads:
@@ -188,8 +185,7 @@ def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence
 
 
 def states(phase: Phase) -> tuple[StateGroup, ...]:
-    """Return the state groups (such as weights) that every model loads in a phase. Raise ValueError for the phase `generate`, in which they
-    differ between models."""
+    """Return the state groups (such as weights) that every model loads in a phase. ValueError for `generate`, where models differ."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 
@@ -199,13 +195,13 @@ class DeviceTurn(Generic[R]):
     role: Movable
     start: Callable[[], Pending[R]]
     took: Callable[[float], None] = lambda seconds: None
-    """Called with the turn's duration in seconds, loading and offloading included."""
+    """Called with the turn's duration in seconds, including load and offload."""
 
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load `parts` of a role's state for the block, then offload them if the role offloads. `also_loaded`: further roles to load, with
-    their parts; the caller offloads them. After an exception, start to offload all of them."""
+    """Load `parts` of a role for the block; then offload them if the role offloads. `also_loaded`: further roles with parts, which the
+    caller offloads. After an exception, all start to offload."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *also_loaded] if one.offloads))
         yield
@@ -218,8 +214,8 @@ def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Mova
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Run each role's turn (load, work, offload); return results in the order of `turns`. Roles that offload and share devices run one
-    after another, other roles in parallel."""
+    """Run each role's turn (load, work, offload); return results in the order of `turns`. Offloading roles that share devices run one by
+    one, others in parallel."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}
@@ -247,7 +243,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """Yield each pending call of a turn (load, work, offload), and receive its result by `send`. Return the work's result."""
+    """Yield each pending call of a turn (load, work, offload), receive its result by `send`, and return the work's result."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()
@@ -261,7 +257,7 @@ def exclude_each_other(one: Movable, other: Movable) -> bool:
 
 
 def _abandon(roles: Iterable[Movable], parts: Sequence[Any]) -> None:
-    """Start offloading without waiting: ranks may hang after a failure."""
+    """Start offloading without waiting: after a failure, ranks may hang."""
     for role in roles:
         if role.offloads:
             with suppress(ClusterDead):

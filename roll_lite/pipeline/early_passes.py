@@ -20,8 +20,8 @@ class EarlyPass:
 
 
 class EarlyPasses:
-    """Computes log-probs and values of finished sample groups while the rest of the batch is generated (`rollout.stream_log_probs`). Drops
-    results of samples that do not end up in the batch."""
+    """Computes log-probs and values of finished groups while others are generated (`rollout.stream_log_probs`). Results of samples that
+    miss the batch are dropped."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
         self._models = models
@@ -44,7 +44,7 @@ class EarlyPasses:
         self.forget()
 
     def poll(self, rollouts: Cluster[RolloutWorker]) -> None:
-        """Start the next forward passes if enough groups have finished. Does not block; call about once a second."""
+        """Start the next forward passes if enough groups have finished. Non-blocking; call about once a second."""
         is_idle = all(running.answer() is not None for part in self._parts[-1:] for running in part.passes)
         if not self._models or not is_idle:
             return
@@ -59,7 +59,7 @@ class EarlyPasses:
                 self._parts.append(EarlyPass(rows, [model.start_forward(batch, columns) for model, columns in self._models]))
 
     def forget(self) -> None:
-        """Drop all passes, because their batch is complete or their ranks were lost."""
+        """Drop all passes: their batch is complete, or their ranks were lost."""
         for running in [running for part in self._parts for running in part.passes]:
             running.settle()
         if self._asked is not None:
@@ -68,7 +68,7 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int, int]]:
-    """Return each row's key (group, index in the group, branch). Unlike the sample number, the key is the same in a part of the batch and
-    in the whole batch."""
+    """Return each row's (group, index in the group, branch), which unlike the sample number is equal in a part of the batch and in the
+    whole."""
     branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True))

@@ -1,4 +1,4 @@
-"""Start engines during the run: replacements of lost engines, and further ones (`actor_infer.most_replicas`)."""
+"""Start engines during the run: replacements of lost ones, and further ones (`actor_infer.most_replicas`)."""
 
 from __future__ import annotations
 
@@ -27,33 +27,32 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 DRAIN_SECONDS = 3.0
-"""Seconds between queries to Ray for draining nodes."""
+"""Seconds between queries for draining nodes."""
 
 
 @dataclass
 class _Start:
-    """Engine that is starting. `calls`: Ray calls: the comparisons of its nodes, if they are new to the run, `initialize`, `place`."""
+    """Engine that is starting. `calls`: Ray calls, first comparisons of new nodes, then `initialize`, `place`."""
 
     calls: list[ray.ObjectRef]
     compared: set[str] = field(default_factory=set)
-    """Nodes whose comparison has begun. An engine's further nodes are known once it has started."""
+    """Nodes whose comparison has begun. An engine's further nodes are known after its start."""
     place: Place | None = None
     """Node and process; None until the engine has started."""
     since: float | None = None
-    """Time at which the process, on the first node, was first seen to run; None before that: it may still wait for devices."""
+    """Time at which the process was first seen to run; None while it may wait for devices."""
 
 
 @dataclass(frozen=True)
 class JoiningEngines:
-    """Devices of engines that join during the run. `new_slot`: reserve devices; the engine waits until they are free."""
+    """Devices of engines that join during the run. `new_slot`: reserves devices; the engine waits until they are free."""
 
     slots: list[Slot]
     new_slot: Callable[[], Slot]
 
 
 class EngineRestarts:
-    """Starts replacements of lost engines and, with `joining`, further engines. Newcomers are engines that have started but lack the
-    current weights."""
+    """Starts replacements of lost engines and, with `joining`, further ones. Newcomers have started but lack the current weights."""
 
     def __init__(
         self,
@@ -66,8 +65,8 @@ class EngineRestarts:
         follows_drains: bool = False,
         start_s: float | None = None,
     ) -> None:
-        """`restarts`: maximum restarts of an engine within BUDGET_SECONDS. `start_s`: time limit of a start in seconds; None: no limit.
-        `follows_drains`: restart the engines of draining nodes elsewhere."""
+        """`restarts`: per engine within BUDGET_SECONDS. `start_s`: time limit of a start; None: unlimited. `follows_drains`: restart
+        engines of draining nodes elsewhere."""
         self.replicas = engines.replicas
         self._engines = engines
         self._rollouts = rollouts
@@ -81,16 +80,16 @@ class EngineRestarts:
         self._follows_drains = follows_drains
         self._start_s = start_s
         self._waiting = set(range(self._group.initial_ranks, self.replicas.world_size))
-        """Engines that wait for devices; they are not reported as lost."""
+        """Engines waiting for devices; not reported as lost."""
         self._rests_until: dict[int, float] = {}
-        """{engine: time at which it may start again}, for engines that joined during the run and used up their restarts."""
+        """{engine: time of its next start}, for engines that joined during the run and have no restarts left."""
         self._asked = 0.0
         self._leaving: dict[int, ray.ObjectRef] = {}
         self._lost_at: dict[int, float] = {}
         self._budget = RestartBudget()
 
     def begin(self) -> None:
-        """Start replacing lost engines. A loss before this call ends the run."""
+        """Start replacing lost engines. Earlier losses end the run."""
         if self._restarts:
             self._group.replaceable = set(range(self.replicas.world_size))
             for engine in self._waiting:
@@ -103,14 +102,14 @@ class EngineRestarts:
 
     @property
     def newcomers(self) -> list[int]:
-        """Living engines without the current weights, which do not serve yet."""
+        """Living engines without the current weights; they do not serve yet."""
         lost = self._group.lost
         self._newcomers = [engine for engine in self._newcomers if engine not in lost]
         return self._newcomers
 
     @property
     def absent(self) -> dict[int, str]:
-        """{engine: reason} for engines that must not get requests: lost, or without the current weights."""
+        """{engine: reason} for engines that must not get requests: lost or newcomers."""
         return {**self._group.lost, **dict.fromkeys(self.newcomers, "its successor lacks the current weights")}
 
     def service_restarted(self) -> None:
@@ -119,7 +118,7 @@ class EngineRestarts:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once, with the cause seen by the rollout service, else by the driver."""
+        """Report each lost engine once, with the rollout service's cause or the driver's."""
         lost = {engine: cause for engine, cause in self.replicas.lost.items() if engine not in self._waiting}
         if not self._journal.knows_lost(lost):
             told = self._rollouts.one(RolloutWorker.lost_engines)
@@ -127,7 +126,7 @@ class EngineRestarts:
             self._journal.engines_lost(lost, self.replicas.world_size - len(self._waiting))
 
     def tend(self) -> None:
-        """Start replacements, note which have started, and move engines off draining nodes. Does not block."""
+        """Start replacements, note which have started, move engines off draining nodes. Non-blocking."""
         if self._follows_drains:
             self._follow_drains()
         for engine, cause in self._group.lost.items():
@@ -145,15 +144,14 @@ class EngineRestarts:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """Call `tend`. Return True if started replacements may get weights and serve; with `offload: true`, only if no other engine
-        lives."""
+        """Call `tend`. True if started replacements may get weights and serve; with `offload: true`, only while no other engine lives."""
         self.tend()
         ready = any(start.place is not None for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Admit replacements whose start is complete. Their engines count as living, but as `newcomers`: they do not serve until they get
-        the current weights. With `offload: true`, offload `parts` of their memory."""
+        """Admit started replacements as living `newcomers`, which serve once they have the current weights. With `offload: true`, offload
+        `parts`."""
         self.tell_losses()
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
@@ -164,7 +162,7 @@ class EngineRestarts:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
 
     def living(self, parts: Sequence[EngineMemory]) -> list[int]:
-        """Return the living engines, after replacements that have started were admitted (`take`). If none lives, wait for a replacement."""
+        """Admit started replacements (`take`) and return the living engines; if none lives, wait for a replacement."""
         self.take(parts)
         if not self.replicas.left:
             self._journal.console.message("no engine is left; the run waits until one has devices and has started")
@@ -176,7 +174,7 @@ class EngineRestarts:
         return left
 
     def settle(self) -> None:
-        """Wait for replacements that start on shared devices, and offload them before other roles load."""
+        """Wait for replacements starting on shared devices, and offload them before other roles load."""
         while self._engines.offloads and any(start.place is None for start in self._starts.values()):
             pause(self._group, next(iter(self._starts)), "the start of its successor")
             self.tend()
@@ -184,8 +182,7 @@ class EngineRestarts:
             self.take(tuple(EngineMemory))
 
     def hand_over(self, version: int | None) -> None:
-        """Let the engines in `newcomers` serve; they now have the current weights. `version`: of these weights; None in a run that does not
-        train."""
+        """Let the `newcomers` serve: they have the weights of `version` (None in a run that does not train)."""
         for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_restarted, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)
@@ -197,8 +194,7 @@ class EngineRestarts:
                 self._journal.engine_restarted(engine, seconds, version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:
-        """Return why the engine failed to start, took too long or died; None if nothing happened. Sets `start.place` once it has
-        started."""
+        """Return why the engine failed to start, took too long or died, if so. Sets `start.place` once it has started."""
         calls = [self._group.death_of(engine), *start.calls]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         try:
@@ -246,7 +242,6 @@ class EngineRestarts:
         self._starts[engine] = _Start([actor.initialize.remote(engine % turns, turns), actor.place.remote()])
 
     def _follow_drains(self) -> None:
-        """Let engines on draining nodes pass on their requests, then restart them where devices are free."""
         places = {engine: pulse.place for engine, pulse in self._group.living_pulses() if pulse.place is not None}
         serving = {engine: own.nodes for engine, own in places.items() if engine not in self._newcomers and engine not in self._leaving}
         if time.monotonic() - self._asked >= DRAIN_SECONDS:
@@ -268,8 +263,7 @@ class EngineRestarts:
                 self._restart_where_free(engine)
 
     def _restart_where_free(self, engine: int) -> None:
-        """Restart an engine on its own devices. One that joined during the run (`most_replicas`) gives them up and waits for free devices
-        on any node."""
+        """Restart an engine on its own devices; one that joined during the run gives them up and waits for free ones on any node."""
         if (joining := self._joining_of(engine)) is not None:
             remove_placement_group(joining.slots[engine].reserved)
             joining.slots[engine] = joining.new_slot()

@@ -60,14 +60,14 @@ from roll_lite.workers.phases import PhaseWork, RankWork
 UPDATES_FILE = "updates.jsonl"
 SPANS_FILE = "spans.jsonl"
 MOST_RANKS = 32
-"""Number of training ranks per role whose spans are written to SPANS_FILE."""
+"""Training ranks per role whose spans are in SPANS_FILE."""
 FAILURE_FILE = "failure.txt"
 PAUSED_FILE = "paused.txt"
-"""File with the reason for a pause; deleting it continues the run."""
+"""Reason of a pause; deleting the file continues the run."""
 PROCESSES_FILE = "processes.json"
-"""File with node and process id of each process."""
+"""Node and process id of each process."""
 SHOWN_EVERY = 10
-"""Trackers show samples in every SHOWN_EVERY-th step."""
+"""Steps between samples shown in trackers."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
@@ -102,7 +102,7 @@ class Journal:
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """Printed messages: {(place, text without numbers): (number of occurrences, full text of the first occurrence)}."""
+        """Printed messages: {(place, text without numbers): (occurrences, first full text)}."""
         self._places: list[tuple[str, int, Place]] = []
         self._picture = LivePicture(self._draw)
         self._report = LiveReport(folder, config.report_every)
@@ -124,7 +124,7 @@ class Journal:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Collect metrics of step `number` inside the block; write them at its end."""
+        """Collect the metrics of step `number` in the block; write them at its end."""
         self._sums = MetricSums()
         self._current, self._shaped, self._work = number, None, {}
         tokens = dict(self._tokens)
@@ -155,8 +155,7 @@ class Journal:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
     def _rank_spans(self) -> Iterator[Span]:
-        """Yield the ranks' spans of this step. The parent of a rank's span is the driver's span of the same phase that was open when the
-        rank's span began; if there was none, the step."""
+        """Yield the ranks' spans of this step. Parent: the driver's open span of the same phase when the rank's began, else the step."""
         step, *own = self.timers.last.spans
         for role, ranks in self._work.items():
             for rank, phases in enumerate(ranks):
@@ -192,7 +191,7 @@ class Journal:
 
     @contextmanager
     def paused(self, reason: Exception) -> Iterator[Path]:
-        """Announce a pause for the duration of the block. Yield the file that the user deletes to continue."""
+        """Announce a pause of the block's duration. Yield the file that the user deletes to continue."""
         file = self.folder / PAUSED_FILE
         write_whole(file, f"{reason}\n")
         self.console.message(f"paused: {reason}\nTo continue all the same, delete {file}; to end the run, press Ctrl-C")
@@ -206,8 +205,7 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """Report newly lost engines. `causes`: {engine number: cause} of all engines lost so far. `engines`: number of engines, lost ones
-        included."""
+        """Report newly lost engines. `causes`: {number: cause} of all losses so far. `engines`: number of engines, lost ones included."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
             self._moves["lost"] += 1
@@ -230,9 +228,8 @@ class Journal:
         self.console.message(f"{_engine(number)} leaves, since its node is drained; {engines} engines now")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
-        """Report a lost rank. Its role restarts from step `since`; records after `reached`, the last complete step, are removed. `repeats`:
-        what the run repeats in between: "steps", or "the updates of steps". `in_memory`: whether the role restarts from a copy in
-        memory."""
+        """Report a lost rank. Its role restarts from step `since`, with `in_memory` from a copy in memory; records after `reached`, the
+        last complete step, are removed. `repeats`: "steps" or "the updates of steps", which are repeated in between."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
@@ -256,7 +253,7 @@ class Journal:
         replaced: Mapping[str, Mapping[str, Sequence[str]]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: {"reward" or "environment": {domain: why workers were replaced}}. `silences`: for each lost engine,
+        """Record a batch. `replaced`: {"reward" or "environment": {domain: why workers were replaced}}. `silences`: per lost engine,
         seconds from its last answer to its loss."""
         for part, of_domains in replaced.items():
             for name, causes in of_domains.items():
@@ -300,7 +297,7 @@ class Journal:
                 self._print_rarely(f"{of}domain {name}", attempts)
 
     def _print_rarely(self, place: str, text: str) -> None:
-        """Print the text on its 1st, 10th, 100th, ... occurrence; texts that differ only in numbers count as the same."""
+        """Print the text on its 1st, 10th, 100th, ... occurrence. Texts that differ in numbers count as the same."""
         key = (place, NUMBER.sub("", text))
         times, first = self._told.get(key, (0, text))
         times += 1
@@ -364,7 +361,7 @@ class Journal:
         self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
 
     def _write_credit(self, advantages: Mapping[int, float]) -> None:
-        """Write the step's credit file (rewards and advantages), a line per row, unless already written. `advantages`: by sample number."""
+        """Write the step's credit file (rewards and advantages), a line per row, once. `advantages`: by sample number."""
         rows, self._shaped = self._shaped, None
         if rows is None:
             return
@@ -381,8 +378,8 @@ class Journal:
                 lines.write(json.dumps({"step": self._current, **record, "advantage": known}) + "\n")
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record a step's optimizer updates. `updates`: {role: [data parallel rank][update]}. Metric sums, equal on all ranks, are read
-        from the first; peaks are merged."""
+        """Record a step's optimizer updates, {role: [data parallel rank][update]}. Sums are equal on all ranks, so the first's count; peaks
+        are merged."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = MetricSums()
@@ -473,7 +470,7 @@ class Journal:
         self.console.message(f"resumed after step {step} from {checkpoint}")
 
     def go_back(self, step: int) -> None:
-        """Remove records of steps after `step`, which the run repeats."""
+        """Remove records of steps after `step`: the run repeats them."""
         self._steps = step
         cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE, SPANS_FILE))
         self.history.restore(self.folder / METRICS_FILE)
@@ -571,8 +568,8 @@ def _add_episodes(sums: MetricSums, stats: RolloutStats, prefix: str) -> None:
 
 
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
-    """Return validation metrics by domain and by value of its `report_by` columns. Some are means over samples; pass@k, best@k and maj@k
-    are means over prompts with at least k samples."""
+    """Return validation metrics by domain and by value of its `report_by` columns: means over samples or, for pass@k, best@k and maj@k,
+    over prompts with at least k samples."""
     sums = MetricSums()
     for domain, own in rows.group_by("domain").items():
         _held_out_domain(sums, own, samples_per_prompt, str(domain))

@@ -1,4 +1,4 @@
-"""Write ledger.jsonl, the ledger of a run: what happened to every prompt, sample and update (docs/ledger.md)."""
+"""Write ledger.jsonl: what happened to every prompt, sample and update (docs/ledger.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEDGER_FILE = "ledger.jsonl"
 
 
 class Ledger:
-    """Writes whole lines to ledger.jsonl; a kill may leave the last one incomplete."""
+    """Appends whole lines; a kill may leave the last incomplete."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._config = config
@@ -39,7 +39,7 @@ class Ledger:
         self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
 
     def start(self, step: int, version: int, again: bool = False) -> None:
-        """Record a start or resumption after `step`. `again`: this process went back to `step`, so its lines of later steps are void."""
+        """Record a start or resumption after `step`. `again`: this process went back to `step`; its lines of later steps are void."""
         self._first = self._first if again else step
         config, source = self._config, self._config.checkpoint.source
         with self._path.open("ab+") as file:
@@ -79,8 +79,8 @@ class Ledger:
     def updates(
         self, step: int, rows: DataProto, mini_batches: Sequence[MiniBatch], updates: Mapping[str, Sequence[Sequence[Update]]]
     ) -> None:
-        """Record each mini-batch's samples and its outcome for each role: trained, skipped (not finite) or stopped (training had ended
-        early). `updates`: {role: [data parallel rank][update]}."""
+        """Record each mini-batch's samples and its outcome by role: trained, skipped (not finite) or stopped (training ended early).
+        `updates`: {role: [data parallel rank][update]}."""
         place = np.zeros(int(rows.tensor("sample").max()) + 1, dtype=np.int64)
         place[rows.tensor("sample").numpy()] = np.arange(len(rows))
         for number, mini_batch in enumerate(mini_batches):
@@ -93,7 +93,6 @@ class Ledger:
 
 
 def _names(rows: DataProto, places: np.ndarray) -> dict[int, list[int]]:
-    """Return {group id: indices of its samples} for the rows at the indices `places`."""
     groups, indices = rows.tensor("group").numpy()[places].tolist(), rows.tensor("index").numpy()[places].tolist()
     names: dict[int, dict[int, None]] = {}
     for group, index in zip(groups, indices, strict=True):

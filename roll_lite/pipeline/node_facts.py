@@ -1,4 +1,4 @@
-"""Collect facts about the nodes of a run (versions, clocks, memory, disk, connections), and compare them before the run starts."""
+"""Facts about the run's nodes (versions, clocks, memory, disk, connections), compared before the run starts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PACKAGES = (
 ENGINES = ("vllm", "sglang")
 CONNECT_SECONDS = 5.0
 MOST_CLOCK_SECONDS = 5.0
-"""Clock difference in seconds from which a warning is shown: times in ledger and logs mislead."""
+"""Clock difference in seconds that draws a warning: times in ledger and logs mislead."""
 LEAST_DISK_GIB = 1.0
 GIB = 1 << 30
 ANSWER_SECONDS = 60.0
@@ -51,7 +51,7 @@ class NodeFacts:
     unreachable: Mapping[str, str]
     """{address of another node: reason why this node cannot connect to it}."""
     clock_s: float = 0.0
-    """Seconds by which the node's clock is ahead of the driver's (negative: behind): the smallest difference that fits the measurement."""
+    """Seconds by which the clock is ahead of the driver's (negative: behind): the smallest difference that fits the measurement."""
 
 
 class Scout:
@@ -65,7 +65,7 @@ class Scout:
         return time.time()
 
     def look(self, run_folder: Path, others: Sequence[tuple[str, int]]) -> NodeFacts:
-        """Collect this node's facts, and test whether the other nodes can be reached. `others`: addresses and ports of these nodes."""
+        """Collect this node's facts; try to connect to `others` (addresses and ports of the other nodes)."""
         with ThreadPoolExecutor(max_workers=32) as threads:
             reasons = dict(zip((address for address, _ in others), threads.map(_why_unreachable, others), strict=True))
         free = psutil.virtual_memory().available / GIB, free_bytes(run_folder) / GIB
@@ -73,8 +73,7 @@ class Scout:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of Python and of PACKAGES. A package's version includes a hash of its Python files, since builds of one version
-    may differ."""
+    """Return the versions of Python and PACKAGES, with a hash of their Python files: builds of one version may differ."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         for of_build in (name, f"{name}-cpu"):  # vLLM's build for CPUs has a name of its own
@@ -103,8 +102,8 @@ def _why_unreachable(place: tuple[str, int]) -> str | None:
 def compare_nodes(
     roles_of: Mapping[str, set[str]], addresses: Mapping[str, str], run_folder: Path, tell: Callable[[str], None]
 ) -> list[str]:
-    """Show nodes in a table; return problems: versions differ, or nodes cannot reach each other. `roles_of`: {node id: roles on it}, the
-    driver's node first; `addresses`: {node id: address}."""
+    """Show nodes in a table; return problems: versions differ, or nodes cannot reach each other. `roles_of`: {node id: roles}, the driver's
+    node first; `addresses`: {node id: address}."""
     facts = {addresses[node]: own for node, own in look_at(list(roles_of), run_folder).items()}
     roles = {addresses[node]: own for node, own in roles_of.items()}
     tell(node_table(facts, {"roles": {address: ", ".join(sorted(own)) or "driver" for address, own in roles.items()}}))
@@ -135,8 +134,8 @@ def look_at(nodes: Sequence[str], run_folder: Path) -> dict[str, NodeFacts]:
 
 
 def differences(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield differences between nodes that prevent the run from starting. `facts`: {node address: facts}, the driver's node first. `roles`:
-    {node address: roles on it}."""
+    """Yield differences between nodes that prevent the run. `facts`: {node address: facts}, the driver's first. `roles`: {node address:
+    roles}."""
     here = next(iter(facts))
     with_engines = [address for address in facts if "actor_infer" in roles[address]]
     for name in ("python", *PACKAGES):
@@ -163,8 +162,7 @@ def warnings(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
 
 
 def node_table(facts: Mapping[str, NodeFacts], columns: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a table with a line per node; versions that all nodes share stand above it. `columns`: further cells, {column name: {address:
-    text}}."""
+    """Return a table with a line per node, below the versions common to all. `columns`: further cells, {column name: {address: text}}."""
     installed = [name for name in ("python", *PACKAGES) if any(name in own.versions for own in facts.values())]
     differing = [name for name in installed if len({own.versions.get(name) for own in facts.values()}) > 1]
     common = next(iter(facts.values())).versions

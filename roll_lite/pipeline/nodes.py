@@ -1,4 +1,4 @@
-"""Checks of a run's nodes before it starts: shared run folder, equal files."""
+"""Checks of the run's nodes before it starts: shared run folder, equal files."""
 
 from __future__ import annotations
 
@@ -33,27 +33,25 @@ RESUME, CODE = "checkpoint.resume", "roll_lite"
 DOTTED_PATH = re.compile(r'"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)"')
 INSTALLED = {"site-packages", "dist-packages"}
 MODEL_SUFFIXES = (*MODEL_FILES, ".safetensors")
-"""Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template. Of a hub model, those of its files
-that are downloaded."""
+"""Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
-"""Files up to READ_WHOLE bytes are hashed whole; of larger files, SAMPLES pieces of SAMPLE_BYTES bytes."""
+"""Files up to READ_WHOLE bytes are hashed whole, of larger ones SAMPLES pieces of SAMPLE_BYTES bytes."""
 TOLD_FILES = 3
 LOGS = "logs"
 LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
-"""Limits for copying other nodes' logs at the end of a run: seconds in all, and bytes per file."""
+"""Limits for copying other nodes' logs at the end: total seconds, bytes per file."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Folder that `roles` read. Its files must be the same on all their nodes. `setting`: YAML path that names it, or "roll_lite"."""
+    """Folder that `roles` read, with equal files on all their nodes. `setting`: its YAML path, or "roll_lite"."""
 
     setting: str
     folder: Path
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Return {file name: fingerprint} of the folder's files on this node. For checkpoints, return only sizes, since loading verifies
-        checksums."""
+        """Return {file name: fingerprint} of the folder here; of a checkpoint only sizes, since loading verifies checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -73,7 +71,7 @@ class UsersCode(Reader):
     """Module or package of the user's code. `setting`: dotted path of a function in it. `folder`: where the driver imports it from."""
 
     def files(self) -> dict[str, str]:
-        """Return {file name: fingerprint} of the Python files on this node's import path; empty if they cannot be imported."""
+        """Return {file name: fingerprint} of the Python files found on this node's import path."""
         found = _imported_from(self.setting)
         if found is None or found.is_file():
             return {found.name: fingerprint(found)} if found is not None else {}
@@ -83,15 +81,15 @@ class UsersCode(Reader):
 @dataclass(frozen=True)
 class View:
     apart: str | None
-    """Reason why the node does not share the driver's run folder; None if it does."""
+    """Why the node does not share the driver's run folder; None if it does."""
     files: Mapping[Reader, Mapping[str, str]]
     store: str | None = None
-    """Reason why the node cannot use checkpoint.store; None if it can."""
+    """Why the node cannot use checkpoint.store; None if it can."""
 
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement, tell: Callable[[str], None]) -> list[str]:
-    """Show the nodes in a table (`tell`). Return addresses of nodes with training ranks that do not share the run folder. Raise ValueError
-    if the driver needs files of these ranks, if versions differ, if nodes hold different files at one path, or cannot reach each other."""
+    """Show the nodes in a table (`tell`). Return addresses of nodes with training ranks that do not share the run folder. ValueError if the
+    driver needs these ranks' files, if versions or files differ, or if nodes cannot reach each other."""
     driver = ray.get_runtime_context().get_node_id()
     nodes = placement.nodes_by_role()
     others = set().union(*nodes.values()) - {driver}
@@ -139,8 +137,7 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def users_code(config: RunConfig) -> dict[Path, str]:
-    """Return {module file or package folder: dotted path}: user code (not installed) that the configuration imports functions from, and the
-    first path that names it."""
+    """Return {module file or package folder: first dotted path to it} of the user's code (not installed) that the configuration imports."""
     found: dict[Path, str] = {}
     for name in DOTTED_PATH.findall(config.model_dump_json()):
         place = _imported_from(name)
@@ -150,8 +147,7 @@ def users_code(config: RunConfig) -> dict[Path, str]:
 
 
 def _imported_from(name: str) -> Path | None:
-    """Return the file of the module that a dotted path's last part is in, or the folder of the whole package; None if there is no such
-    module here."""
+    """Return the file of a dotted path's module, or its whole package's folder; None if not found here."""
     search_current_folder()
     try:
         origin = locate_module(name.rpartition(".")[0]).origin
@@ -166,14 +162,14 @@ def _imported_from(name: str) -> Path | None:
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
-    """Return {kind of files that only ranks can write and the driver needs: setting that turns it off}."""
+    """Return {files that ranks write and the driver needs: setting that turns them off}."""
     checkpoints = {"checkpoints": "checkpoint.every=0"} if config.checkpoint.every > 0 and config.checkpoint.store is None else {}
     return checkpoints | ({"the new reference": "reference.refresh=null"} if follows_actor(config.reference) else {})
 
 
 def require_same(drivers: View, versions: Mapping[str, str], driver: str, role: str) -> None:
-    """Raise ValueError if this node's files or package versions differ from the driver's node. `drivers`: files that the role reads, as
-    seen on the driver's node; `versions`: package versions there; `driver`: its address."""
+    """Raise ValueError if this node's files or package versions differ from the driver's node, which has `drivers` (files that the role
+    reads), `versions` (packages) and `driver` (address)."""
     here = ray.util.get_node_ip_address()
     views = {driver: drivers, here: View(None, {reader: reader.files() for reader in drivers.files})}
     facts = {address: node_facts.NodeFacts(own, 0.0, 0.0, {}) for address, own in ((driver, versions), (here, node_facts.installed()))}
@@ -183,17 +179,14 @@ def require_same(drivers: View, versions: Mapping[str, str], driver: str, role: 
 
 
 class LaterNodes:
-    """Compares nodes that get ranks or engines after the start of the run with the driver's node.
-
-    `known`: {role: ids of nodes that were compared}.
-    """
+    """Compares nodes that get ranks or engines during the run with the driver's node. `known`: {role: ids of compared nodes}."""
 
     def __init__(self, config: RunConfig, placement: Placement) -> None:
         self._readers = [one for one in readers(config) if one.setting != RESUME]  # this checkpoint may be deleted later
         self.known = defaultdict(set, placement.nodes_by_role())
 
     def compare(self, role: str, nodes: set[str]) -> list[ray.ObjectRef]:
-        """Start a task for each unknown node, which fails with ValueError if files that the role reads, or package versions, differ."""
+        """Start a task per unknown node, which fails with ValueError if package versions, or files that the role reads, differ."""
         driver = ray.get_runtime_context().get_node_id()
         later = nodes - {driver} - self.known[role]
         if not later:
@@ -203,7 +196,7 @@ class LaterNodes:
         return [ray.remote(require_same).options(num_cpus=0, scheduling_strategy=on_node(node)).remote(*told) for node in later]
 
     def check(self, role: str, places: Iterable[Place]) -> None:
-        """Compare the nodes of a role's ranks. ValueError if one differs from the driver's."""
+        """Compare the nodes of a role's ranks with the driver's; ValueError if one differs."""
         nodes = {place.node for place in places}
         try:
             ray.get(self.compare(role, nodes))
@@ -217,8 +210,8 @@ class LaterNodes:
 def views_of_nodes(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """Return what each node sees, by node id. `read`: folders to compare, by node id. A node that shares the run folder writes a file
-    beside the driver's probe file."""
+    """Return what each node sees. `read`: folders to compare, by node id. A node that shares the run folder answers with a file beside the
+    driver's probe."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)
@@ -247,7 +240,7 @@ def view_of(probe: Path, node: str, read: list[Reader], store: str | None) -> Vi
 
 
 def why_apart(probe: Path, node: str) -> str | None:
-    """Return why this node does not share the folder of the file `probe`. If it does, write a file there as answer and return None."""
+    """Return why this node does not share the folder of `probe`; if it does, write a file there as answer."""
     if not probe.parent.is_dir():
         return "it is not there"
     if not probe.is_file():
@@ -290,8 +283,7 @@ def fingerprint(file: Path) -> str:
 
 @contextmanager
 def logs_come_home(run_folder: Path, session: RaySession) -> Iterator[None]:
-    """Copy the logs of nodes that do not share the run folder into the driver's run folder, after the block. Their names get the node's
-    address."""
+    """Copy logs of nodes that do not share the run folder to the driver's, after the block. File names get the node's address."""
 
     def read(probe: Path) -> dict[str, bytes]:  # nested, so that Ray pickles it and no node imports this package
         found = {}

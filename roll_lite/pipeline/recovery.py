@@ -1,9 +1,9 @@
 """Recover from the loss of a training rank, of the rollout service or of a judge.
 
-If a rank of a trained model is lost, all trained models load the newest checkpoint or in-memory copy, and repeat the later updates on
-batches that the driver has kept. If the rollout service is lost, it restarts in its state after the last step, but the tokens of the kept
-batches are lost with it. If updates must be repeated too, because a training rank was also lost or weights were being updated, the run
-therefore goes back to the checkpoint or copy and repeats whole steps, generation included.
+If a rank of a trained model is lost, all trained models load the newest checkpoint or in-memory copy, and repeat later updates on batches
+kept by the driver. If the rollout service is lost, it restarts in its state after the last step, but the kept batches' tokens are lost with
+it. If updates must be repeated too (a training rank was also lost, or weights were being updated), the run therefore goes back and repeats
+whole steps, generation included.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from roll_lite.workers.rollout import RolloutBatch
 
 SERVICES = ("rollouts", "replay")
 BYTES_PER_TOKEN = 32
-"""Estimated object store bytes per token, with its log-prob and masks."""
+"""Estimated object store bytes per token, with log-prob and masks."""
 STORE_SHARE = 0.5
 """Maximum fraction of Ray's object store for kept batches."""
 
@@ -70,12 +70,11 @@ class Recovery:
         self.source_state: dict[str, Any] = {}
         self._next_source_state: dict[str, Any] = {}
         self._weights_are_known = True
-        """False from the start of an update to the end of its step, because some weights may have changed."""
+        """False from the start of an update to its step's end: some weights may have changed."""
         self._service_is_lost = False
         self._rewinds = False
-        """True while the run goes back to repeat whole steps."""
         self._validation: int | None = None
-        """Step whose validation was lost with the rollout service and must be started again; else None."""
+        """Step whose validation was lost with the rollout service and starts again."""
 
     def begin(self, state: dict[str, Any]) -> None:
         self._start = self.reached = _saved(state)
@@ -83,7 +82,7 @@ class Recovery:
         self._service_start = self.source_state = self._next_source_state = self._source.state_dict()
 
     def batch(self, step: int, take: Callable[[], RolloutBatch]) -> RolloutBatch:
-        """Return the batch of a step: the kept one if the step is repeated, otherwise a new one from `take`."""
+        """Return a step's batch: the kept one if repeated, else a new one from `take`."""
         if step not in self._batches:
             since = self._checkpoints.newest_step
             self._batches = {kept: batch for kept, batch in self._batches.items() if kept > since}
@@ -95,8 +94,8 @@ class Recovery:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Mark weights as unknown until `step_is_done`. Inside the block, losses of the rollout service and of judges are ignored, so that
-        the update completes."""
+        """Mark weights as unknown until `step_is_done`. In the block, losses of rollout service and judges are ignored: the update
+        completes."""
         self._weights_are_known = False
         with WATCHDOG.uninterrupted(), WATCH.overlooking((*SERVICES, *self._source.judge_roles)):
             yield
@@ -108,7 +107,7 @@ class Recovery:
             self._most_steps, self._restarts_since_step = self.reached["steps_done"], RestartBudget(math.inf)
 
     def survive(self, pipeline: Recoverable, work: Callable[[], None]) -> None:
-        """Call `work`. If a training rank, the rollout service or a judge is lost, recover and call `work` again."""
+        """Call `work`. If a training rank, the rollout service or a judge is lost, recover and call it again."""
         losses: list[RankFailed] = []
         while True:
             try:
@@ -140,8 +139,8 @@ class Recovery:
 
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
         """Restart the lost roles and return to the state after the last step. If trained weights are lost or unknown (`goes_back`), all
-        trained models load the newest checkpoint or in-memory copy, and later updates are repeated on the kept batches. If a batch is
-        missing (`_rewinds`), the run repeats whole steps instead. Has no time limit, but its phases have."""
+        trained models load the newest checkpoint or in-memory copy and repeat updates on the kept batches; if a batch is missing
+        (`_rewinds`), whole steps are repeated. Phases have time limits, the whole has none."""
         started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
         roles, phase = {loss.role for loss in losses}, self._journal.timers.phase
         with phase("recovery"), WATCHDOG.uninterrupted():
@@ -186,7 +185,7 @@ class Recovery:
             initialize(models)
 
     def _restart_service(self, pipeline: Recoverable) -> None:
-        """Restart the rollout service in `source_state`. If the run went back to an earlier step, remove later records."""
+        """Restart the rollout service in `source_state`. If the run went back, remove later records."""
         self._batches.clear()
         with self._journal.timers.phase("start"), WATCH.expecting_answers(None):
             self._source.restart(self.source_state)
@@ -204,7 +203,7 @@ class Recovery:
 
 
 def _saved(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state as a checkpoint would restore it, converted to JSON and back."""
+    """Return a state as a checkpoint would restore it."""
     copy: dict[str, Any] = json.loads(json.dumps(state))
     return copy
 

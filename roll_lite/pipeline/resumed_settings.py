@@ -1,5 +1,5 @@
-"""Compare a resumed run's settings with its checkpoint's: which changes are refused, and which let samples in flight continue.
-docs/checkpoints.md has the same tables."""
+"""Compare a resumed run's settings with its checkpoint's: which changes are refused, which let samples in flight continue
+(docs/checkpoints.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_CHANGES = 12
 ABSENT = "absent"
 
 FIXED = ("mode", "seed", "actor_train.lora.rank", "actor_train.lora.alpha", "actor_train.lora.targets")
-"""Settings and sections that may not change; `*` matches any name."""
+"""Settings and sections that may not change."""
 
 OF_SAMPLES = ("model", "domains", "rollout", "actor_infer", "reward_models", "judges")
 """Sections that affect how samples are generated and scored."""
@@ -28,7 +28,7 @@ HARMLESS = (
     *(f"domains.*.environment.{name}" for name in ("workers", "parallel", "turn_timeout_s", "start_timeout_s", "url")),
     *(f"domains.*.data.{name}" for name in ("validation", "validation_preset", "report_by")),
 )
-"""Settings in the sections OF_SAMPLES that do not affect samples, except those in OF_ENGINES, which do."""
+"""Settings in OF_SAMPLES that do not affect samples, except those in OF_ENGINES. `*` matches any name."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") -> Iterator[Change]:
-    """Yield the settings that differ. A section in only one of the configurations is a single change."""
+    """Yield the settings that differ. A section that one side lacks is a single change."""
     for name in {**before, **now}:
         path = f"{below}{name}"
         was, is_now = before.get(name, ABSENT), now.get(name, ABSENT)
@@ -65,12 +65,12 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") 
 
 
 def samples_continue(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return True if samples in flight may continue: no change affects how samples are generated and scored."""
+    """True if no change affects how samples are generated and scored: samples in flight may continue."""
     return all(change.is_harmless for change in changes(before, now))
 
 
 def refused(before: Mapping[str, Any], now: Mapping[str, Any], is_trained: bool) -> list[Change]:
-    """Return the changes that prevent resuming. `is_trained`: whether the run trains its actor; otherwise its LoRA settings may change."""
+    """Return the changes that prevent resuming. `is_trained`: the run trains its actor; otherwise its LoRA settings may change."""
     found = [change for change in changes(before, now) if change.is_fixed and change.before != ABSENT]
     return [change for change in found if is_trained or not change.path.startswith("actor_train.")]
 

@@ -78,12 +78,12 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """KL coefficients of this step: `kl_in_reward` and `kl_in_loss`. The KL measured in this step changes them for the next."""
+        """KL coefficients of this step, `kl_in_reward` and `kl_in_loss`. The measured KL changes the next step's."""
         self.compare_later: Callable[[], None] | None = None
-        """Comparison of engines and trainer to make at the end of the step, so that a pause does not interrupt an update."""
+        """Comparison of engines and trainer due at the end of the step: a pause must not interrupt an update."""
         self.steps_done = 0
         self.version = 0
-        """Version of the actor's weights: number of steps that changed them."""
+        """Weight version of the actor: number of steps that changed its weights."""
 
     def run(self) -> None:
         interrupted = self.resume()
@@ -113,8 +113,8 @@ class RLVRPipeline:
                 return
 
     def survive(self, work: Callable[[], None]) -> None:
-        """Call `work`; call it again after the loss of a rank or of the rollout service, or when the user accepts that engines and trainer
-        differ (`rollout.on_mismatch: pause`)."""
+        """Call `work`; again after the loss of a rank or the rollout service, or when the user accepts that engines and trainer differ
+        (`rollout.on_mismatch: pause`)."""
         while True:
             try:
                 return self.recovery.survive(self, work)
@@ -160,7 +160,7 @@ class RLVRPipeline:
         self.steps_done += 1
 
     def repeat_update(self, rollouts: RolloutBatch) -> None:
-        """Repeat an update whose result was lost with a rank. Records nothing: the step is recorded already."""
+        """Repeat an update whose result was lost with a rank, without recording it again."""
         recorded = self.journal, self.batch_files
         self.journal = self.batch_files = cast(Any, Unrecorded())
         try:
@@ -174,12 +174,12 @@ class RLVRPipeline:
 
     @phase("sync_weights")
     def sync_weights(self) -> None:
-        """Send the actor's weights to the engines that do not have the current version yet."""
+        """Send the actor's weights to engines that lack the current version."""
         self.journal.synced(self.source.sync(self.version))
 
     @phase("generate")
     def generate(self) -> Batch:
-        """Wait for the next batch, from the rollout service or a dump; tokens stay in the object store."""
+        """Wait for the next batch, from the rollout service or a dump. Tokens stay in the object store."""
         step = self.steps_done + 1
         self.early.forget()
         rollouts = self.recovery.batch(step, lambda: self.source.next_batch(step, self.early.poll))
@@ -188,14 +188,14 @@ class RLVRPipeline:
 
     @phase("advantages")
     def shape_rewards(self, batch: Batch) -> Batch:
-        """Compute rewards from scores, and mask samples that must not train."""
+        """Compute rewards from scores; mask samples that must not train."""
         shaped = self.shaping(batch)
         self.journal.shaped(shaped.rows, shaped.masked)
         return shaped.batch
 
     @phase("log_probs")
     def compute_log_probs(self, batch: Batch) -> None:
-        """Compute the columns (such as log-probs) that advantages and losses need, for rows that lack them."""
+        """Compute columns (such as log-probs) that advantages and losses need and rows lack."""
         self.early.join(batch)
         left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
         turns = [
@@ -227,7 +227,7 @@ class RLVRPipeline:
 
     @phase("train")
     def train(self, batch: Batch) -> None:
-        """Train actor and critic, each in one call for all epochs and mini-batches."""
+        """Train actor and critic, in one call each for all epochs and mini-batches."""
         mini_batches, kl_coef = self.cut(batch), self.kl_in_loss.coef
         actor, critic = self.models.actor, self.models.critic
         turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
@@ -266,8 +266,7 @@ class RLVRPipeline:
         return isinstance(self.journal, Unrecorded)
 
     def compare(self, version: int, rows: DataProto, found: list[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. Updates that are repeated after a loss are not checked
-        again."""
+        """Raise EnginesDiffer if log-probs of engines and trainer differ too much, except in an update repeated after a loss."""
         try:
             self.agreement.check(version, rows, found)
         except EnginesDiffer:
@@ -297,7 +296,7 @@ class RLVRPipeline:
 
     @phase("validation")
     def validate(self, step: int | None = None) -> None:
-        """Validate the present weights. `step`: step for which the results are reported; None: the last complete one."""
+        """Validate the present weights. `step`: reported with the results; None: the last complete one."""
         step = self.steps_done if step is None else step
         if not validates(self.config):
             return
@@ -343,7 +342,7 @@ class RLVRPipeline:
 
     @phase("checkpoint")
     def save_before_the_end(self) -> None:
-        """Save the state after the last complete step, within the time that remains after a SIGTERM."""
+        """Save the state after the last complete step, within the time left after a SIGTERM."""
         seconds = WATCHDOG.preempted_for(self.config.checkpoint.on_sigterm_s)
         with WATCHDOG.uninterrupted(), WATCHDOG.limit("checkpoint", seconds, "checkpoint.on_sigterm_s"):
             unfinished, state = b"", self.recovery.source_state
@@ -370,7 +369,7 @@ class RLVRPipeline:
         self.checkpoints.upload_last(self.models)
 
     def resume(self) -> int | None:
-        """Return the step whose validation was under way at the checkpoint of this run; else None."""
+        """Return the step whose validation was under way at this run's checkpoint, if any."""
         state = self.checkpoints.load(self.models, self.source)
         if state is None:
             return None
@@ -405,7 +404,7 @@ class RLVRPipeline:
 
     @property
     def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | Agreement | SupervisedRows]:
-        """Return, by name, the driver's objects whose state checkpoints save, besides `steps_done` and `version`."""
+        """Driver objects whose state checkpoints save, besides `steps_done` and `version`."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
             "shaping": self.shaping,
@@ -440,7 +439,7 @@ class RLVRPipeline:
 
 
 class Unrecorded:
-    """Stands in for journal and batch files: every call does nothing."""
+    """Replaces journal and batch files: every call does nothing."""
 
     def __getattr__(self, _: str) -> Unrecorded:
         return self
@@ -454,7 +453,6 @@ def training_rows(batch: Batch) -> int:
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:
-    """Return a metric's mean per token over all domains. `parts`: sums under `<name>#<i>` and token counts under `<tokens>#<i>`, for domain
-    number i."""
+    """Return a metric's mean per token over all domains. `parts`: sums under `<name>#<i>`, token counts under `<tokens>#<i>` (domain i)."""
     total, count = (sum(value for part in parts for key, value in part.items() if key.startswith(f"{what}#")) for what in (name, tokens))
     return total / max(count, 1.0)

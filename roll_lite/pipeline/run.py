@@ -32,17 +32,17 @@ from roll_lite.pipeline.shortages import Shortages
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 PREEMPTED = 75
-"""Exit code of a run that saved its state after a SIGTERM: EX_TEMPFAIL, because the same command continues the run."""
+"""Exit code after a SIGTERM with saved state: EX_TEMPFAIL, because the same command continues the run."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REGULAR = {"sync_weights", "log_probs", "advantages", "train"}
-"""Phases that take about the same time in every step."""
+"""Phases that take similar time in every step."""
 LEAST_HANG_S = 300.0
-"""Minimum, in seconds, of time limits from `limits.hang_factor`: short phases vary more."""
+"""Minimum seconds of limits from `limits.hang_factor`: short phases vary more."""
 REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 
 def run(config: RunConfig) -> int:
-    """Start, train, clean up; return the exit code. The cause of a failure goes to standard error and summary.json."""
+    """Start, train, clean up; return the exit code. A failure's cause goes to standard error and summary.json."""
     given = config
     try:
         config, notes = settled(config)
@@ -105,17 +105,17 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
 
 
 class PhaseLimits:
-    """Time limits of phases: the configured ones and, for phases in REGULAR, `limits.hang_factor` times the longest time so far. Recovery
-    has none: its parts have."""
+    """Time limits of phases: the configured ones and, for REGULAR, `limits.hang_factor` times the longest so far. Recovery has none: its
+    parts have."""
 
     def __init__(self, limits: LimitsConfig, streams: bool = False) -> None:
-        """`streams`: log-probs may be computed during generation, so the duration of `log_probs` varies. Its limit follows `train`, which
-        has the same tokens and takes longer."""
+        """`streams`: log-probs may be computed during generation, so `log_probs` varies. Its limit follows `train`, which has the same
+        tokens and takes longer."""
         self._limits = limits
         self._measured = {"log_probs": "train"} if streams else {}
         self._longest: dict[str, float] = {}
         self._failed: dict[str, float] = {}
-        """{phase: duration of its latest try, if it failed}: a phase that is slow, not hung, gets more time when it is repeated."""
+        """{phase: duration of its latest try, if failed}: a phase that is slow, not hung, gets more time when repeated."""
 
     @contextmanager
     def limited(self, phase: str) -> Iterator[None]:
@@ -142,8 +142,8 @@ class PhaseLimits:
 
 
 class Interruption:
-    """Signal handler: SIGTERM and SIGHUP end a run like Ctrl-C. On the first SIGTERM, a run with checkpoints (`saves`) first saves its
-    state. Signals ignored at the start (nohup) stay ignored."""
+    """Signal handler: SIGTERM and SIGHUP end a run like Ctrl-C. With checkpoints (`saves`), the first SIGTERM saves the state. Signals
+    ignored at the start (nohup) stay ignored."""
 
     def __init__(self, saves: bool = False) -> None:
         self._saves = saves
@@ -176,15 +176,14 @@ class Interruption:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore signals inside the block, which records how the run ended. Later signals raise KeyboardInterrupt and interrupt the
-        clean-up."""
+        """Ignore signals in the block, which records the run's end. Later signals raise KeyboardInterrupt and interrupt the clean-up."""
         self._is_deaf = True
         yield
         self._is_deaf = False
 
 
 class RunEnd:
-    """Records how a run ended. The first cause counts; later ones come from the clean-up."""
+    """Records how a run ended. The first cause counts: later ones come from cleaning up."""
 
     def __init__(self, journal: Journal, interruption: Interruption) -> None:
         self.code = COMPLETED
@@ -208,7 +207,7 @@ class RunEnd:
                 self._close("completed", COMPLETED)
 
     def give_up(self, cause: str) -> None:
-        """End the process from another thread, because the main thread hangs; the Ray session's guard cleans up."""
+        """End the process from another thread, since the main thread hangs. The Ray session's guard cleans up."""
         try:
             self._fail(RuntimeError(cause))
         finally:

@@ -33,14 +33,14 @@ from roll_lite.distributed.dataflow import Batch
 @dataclass(frozen=True)
 class Shaped:
     batch: Batch
-    """Batch with the columns `reward` and `train_weight`, without groups in which no sample trains."""
+    """Batch with `reward` and `train_weight`, without groups in which no sample trains."""
     rows: DataProto
     """Rows of all groups, with these columns."""
     masked: Masked
 
 
 class RewardShaping:
-    """Computes rewards and masks. Keeps running moments of the rewards if these are used to normalize."""
+    """Computes rewards and masks; keeps running moments of the rewards if they normalize."""
 
     def __init__(self, config: RunConfig) -> None:
         self._algorithm = config.algorithm
@@ -94,9 +94,9 @@ class DomainRewards:
 def shape_rewards(
     rows: RewardRows, train_weights: torch.Tensor, algorithm: AlgorithmConfig, domains: Sequence[DomainRewards], running: RunningMoments
 ) -> torch.Tensor:
-    """Return the samples' rewards, [N] float32. `domains`: settings by domain number. `running`: running moments, which are updated.
+    """Return the samples' rewards, [N] float32. `domains`: settings by domain number. `running`: moments to update.
 
-    The steps, in order: format, length penalty, truncation penalty, overlong penalty, scale, clip, normalization, domain weight.
+    Order: format, length penalty, truncation penalty, overlong penalty, scale, clip, normalization, domain weight.
     """
     config, masks = algorithm.reward, algorithm.masks
     formats = [domain.format for domain in domains]
@@ -116,7 +116,7 @@ def shape_rewards(
 
 
 def shape_baseline(scores: torch.Tensor, rows: RewardRows, config: RewardShapingConfig, domains: Sequence[DomainRewards]) -> torch.Tensor:
-    """Return rewards [N] float32 of greedy baselines: only scale, clip and domain weight apply."""
+    """Return rewards [N] float32 of greedy baselines: scale, clip and domain weight apply."""
     return _weighted(_scaled_and_clipped(as_float64(scores), config), rows, domains)
 
 

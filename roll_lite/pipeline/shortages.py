@@ -1,4 +1,4 @@
-"""Detect a lack of open files, shared memory or memory, before a run and as cause of its failure; reserve what recording its end needs."""
+"""Detect a lack of open files, shared memory or memory, before a run and behind its failure; reserve what recording its end needs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.session_guard import SHARED
 
 LEAST_FILES = 512
-"""Open files that one process of a small run may need."""
+"""Open files that a process of a small run may need."""
 SPARE_FILES = 64
-"""Files that the driver keeps open until a run ends: closing them lets the driver record the end if too many files are open."""
+"""Files held open until a run ends: closing them lets the driver record the end if too many are open."""
 SPARE_BYTES = 1 << 20
-"""Bytes that the driver keeps allocated in the run's folder until a run ends, to record the end on a full disk."""
+"""Bytes held in the run's folder until a run ends, to record the end on a full disk."""
 LEAST_SHARED = 16 << 20
 """Bytes in /dev/shm that an engine needs for queues and semaphores."""
 
@@ -37,8 +37,8 @@ def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:
 
 
 class Shortages:
-    """Finds shortages (open files, shared memory, memory) behind a failure, and reserves open files and disk space for the end of the run.
-    Create it at the run's start."""
+    """Finds shortages (open files, shared memory, memory) behind a failure; reserves open files and disk space for the run's end. Create it
+    at the start."""
 
     def __init__(self, folder: Path) -> None:
         self._killed = killed_for_memory()
@@ -52,7 +52,7 @@ class Shortages:
             os.close(self._spare.pop())
 
     def behind(self, error: Exception) -> str:
-        """Return sentences on likely causes of a failure; empty without a sign of shortage."""
+        """Return sentences on likely causes of a failure; "" without a sign of shortage."""
         found = ""
         if os.strerror(errno.EMFILE) in str(error):
             found += ". Processes may open too few files here: raise the limit (ulimit -n 65536) and start the run again"

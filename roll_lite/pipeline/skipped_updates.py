@@ -1,5 +1,5 @@
-"""Count optimizer steps skipped because loss or gradient was not finite. Report the first of each series of skips; a too long series ends
-the run."""
+"""Count optimizer steps skipped because loss or gradient was not finite. The first of each series is reported; too long a series ends the
+run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder_of(role: str, step: int, update: int) -> str:
 
 @dataclass
 class SkippedSeries:
-    """Consecutive skipped updates of a role. An update is given as (step, its number within the step, from 1)."""
+    """Consecutive skipped updates of a role. An update is (step, number within the step, from 1)."""
 
     length: int = 0
     first: tuple[int, int] = (0, 0)
@@ -48,10 +48,10 @@ class SkippedSeries:
 
 @dataclass
 class SkippedUpdates:
-    """Counts each role's consecutive skipped updates, across steps and resumed runs."""
+    """Counts each role's consecutive skipped updates across steps and resumed runs."""
 
     limits: Mapping[str, int]
-    """{role: number of skipped updates in a row that ends the run}; 0: no limit."""
+    """{role: consecutive skipped updates that end the run}; 0: no limit."""
     with_ptx: bool = False
     _series: dict[str, SkippedSeries] = field(default_factory=dict)
     _too_long: str | None = None
@@ -63,7 +63,7 @@ class SkippedUpdates:
         return SkippedUpdates(limits, config.algorithm.ptx is not None)
 
     def count(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]]) -> list[Skipped]:
-        """Count a step's updates, given as {role: [data parallel rank][update]}. Return the skipped updates that begin a series."""
+        """Count a step's updates, {role: [data parallel rank][update]}. Return the skipped ones that begin a series."""
         begun: list[Skipped] = []
         for role, ranks in updates.items():
             series = self._series.setdefault(role, SkippedSeries())

@@ -37,24 +37,24 @@ HeldOut = tuple[DataProto, RolloutStats]
 
 
 class BatchSource(ABC):
-    """Source of batches. The default methods suit a source without engines and state."""
+    """Source of batches. Defaults suit a source without engines and state."""
 
     @abstractmethod
     def restart(self, state: dict[str, Any]) -> None:
-        """Restart the rollout service in the earlier `state`. Prompts that it started after that state start again."""
+        """Restart the rollout service in an earlier `state`. Prompts that it started later start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs, and offload it after the block. For SYNC_WEIGHTS, also load the actor's weights if an
-        engine lacks weight version `version`."""
+        """Load the engine memory that a phase needs; offload it after the block. SYNC_WEIGHTS also loads the actor's weights if an engine
+        lacks `version`."""
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
-        """Send the actor's weights to the engines; return None if they need none."""
+        """Send the actor's weights to the engines; None if they need none."""
         return None
 
     @abstractmethod
     def next_batch(self, step: int, poll: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
-        """Wait for the batch of `step`. `poll` is called about once a second meanwhile, and must not block."""
+        """Wait for the batch of `step`. `poll` is called about once a second and must not block."""
 
     def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
         raise NotImplementedError("held-out prompts need engines")
@@ -67,7 +67,7 @@ class BatchSource(ABC):
         return ()
 
     def judge_lost(self, failure: RankFailed) -> bool:
-        """Count the restart of a lost judge. Return False if `failure` is of another role."""
+        """Count the restart of a lost judge. False if `failure` is another role's."""
         return False
 
     def restart_judges(self) -> None:  # noqa: B027 (for a source with judges)
@@ -77,18 +77,17 @@ class BatchSource(ABC):
         """Interrupt a weight transfer in flight, and wait for its end."""
 
     def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
-        """Prepare for new training ranks: engines leave shared devices, and get all weights again."""
+        """Prepare for new training ranks: engines leave shared devices, and will get all weights."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], unfinished: bytes) -> None:  # noqa: B027 (for a source with state)
-        """Restore `state`, and continue the samples in flight. `unfinished`: content of the checkpoint's file of these samples, or
-        empty."""
+        """Restore `state`. `unfinished`: checkpoint file of the samples in flight, which continue, or b""."""
 
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> tuple[dict[str, Any], bytes]:
-        """Return the state after the last batch of `state`, with groups admitted since unless the run is deterministic, and a checkpoint
-        file's content with its samples in flight, or b"". `within_s`: timeout in seconds."""
+        """Return the state after the last batch of `state`, with groups admitted since (not in deterministic runs), and a checkpoint file
+        of its samples in flight, or b"". `within_s`: timeout in seconds."""
         return state, b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
@@ -104,25 +103,25 @@ class LiveRollouts(BatchSource):
     restarts: EngineRestarts
     rollouts: Cluster[RolloutWorker]
     reward_models: Mapping[str, Cluster[RewardModelWorker]]
-    """Reward models by name. The rollout service, not the driver, calls and loads them."""
+    """Reward models by name; called and loaded by the rollout service, not the driver."""
     judges: Mapping[str, Cluster[JudgeWorker]]
-    """Judges by name; these references keep their Ray actors alive."""
+    """Judges by name. These references keep their Ray actors alive."""
     judge_restarts: Mapping[str, int]
-    """Maximum restarts per hour of a judge, by name."""
+    """{judge: maximum restarts per hour}."""
     prompts_per_step: int
     journal: Journal
     weights: WeightSync | None = None
     """Sends weights to the engines; None in a run that does not train."""
     _batch: Pending[RolloutBatch] | None = None
-    """Pending call to the rollout service for the next batch. It continues while training ranks are replaced."""
+    """Pending call for the next batch. It continues while training ranks are replaced."""
     _addresses: dict[str, list[JudgeAddress]] = field(default_factory=dict)
-    """Addresses of the judges' servers: {name of the judge: [address of each rank]}."""
+    """{judge: addresses of its servers by rank}."""
     _restarts: RestartBudget = field(default_factory=RestartBudget)
     _lost_judges: dict[str, float] = field(default_factory=dict)
-    """{name of a lost judge: time of its loss}, until it serves again."""
+    """{lost judge: time of its loss}, until it serves again."""
 
     def prepare_service(self) -> Pending[None]:
-        """Wait until the rollout service has read its data and tested the rewards. Then start it, and return the pending call."""
+        """Wait until the rollout service has read its data and tested the rewards; start it and return the pending call."""
         self._addresses = {name: servers.all(JudgeWorker.address) for name, servers in self.judges.items()}
         addresses = {name: JudgeAddress.of(servers) for name, servers in self._addresses.items()}
         # Processes of engines and models start meanwhile, but load no model before the rewards are tested.
@@ -154,7 +153,7 @@ class LiveRollouts(BatchSource):
         return bool(found)
 
     def restart_judges(self) -> None:
-        """Restart lost judges at their old addresses. Meanwhile, rewards retry the samples of these judges."""
+        """Restart lost judges at their old addresses. Meanwhile, rewards retry their samples."""
         for name, since in list(self._lost_judges.items()):
             self.judges[name].rebuild()
             self.judges[name].all(JudgeWorker.initialize, self._addresses[name])
@@ -205,8 +204,8 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once if engines stay loaded, otherwise
-        after the batch or validation."""
+        """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once if engines stay loaded, else at the
+        end."""
         lost: RankFailed | None = None
         while True:
             try:
@@ -255,7 +254,7 @@ class LiveRollouts(BatchSource):
             self.engines.replicas.each(InferWorker.leave_device)
 
     def replace_engines(self, version: int) -> None:
-        """Report lost engines. Send weights to started replacements, and let them serve."""
+        """Report lost engines; send weights to started replacements and let them serve."""
         self.restarts.tell_losses()
         if not self.restarts.may_serve():
             return
@@ -320,15 +319,15 @@ class Validations:
         self._journal = journal
         self._running: Pending[HeldOut] | None = None
         self.step: int | None = None
-        """Step of the running validation or, if none runs, of the last one."""
+        """Step of the running or else the last validation."""
 
     @property
     def under_way(self) -> int | None:
-        """Step of the running validation; None if none runs."""
+        """Step of the running validation, if any."""
         return None if self._running is None else self.step
 
     def begin(self, step: int, version: int) -> None:
-        """Start a validation whose results are reported for `step`; wait for its end, unless it runs during training (see `wait`)."""
+        """Start a validation, reported for `step`. Wait for its end, unless it runs during training (see `wait`)."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}
@@ -342,7 +341,7 @@ class Validations:
             self.finish(version)
 
     def forget(self) -> int | None:
-        """Abandon the running validation; return its step, or None."""
+        """Abandon the running validation; return its step, if any."""
         step = self.under_way
         self._running = self.step = None
         return step

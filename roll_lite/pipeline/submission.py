@@ -1,4 +1,4 @@
-"""Submit a run as a Ray job (`roll-lite submit`). Its driver runs on the cluster's head node, in a copy of the current folder."""
+"""Submit a run as a Ray job (`roll-lite submit`). Its driver runs on the head node, in a copy of the current folder."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ NOT_SUBMITTED, FAILED, INTERRUPTED = 2, 1, 130
 KEPT = ("run_dir", "checkpoint.resume", "replay.path")
 """Settings with paths that must outlive the job's copy of the current folder."""
 CLOSING_S = 60
-"""Seconds, in addition to `checkpoint.on_sigterm_s`, that Ray gives a stopped run before killing it."""
+"""Seconds beyond `checkpoint.on_sigterm_s` that Ray gives a stopped run before killing it."""
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """Yield problems with paths: the job runs in an uploaded copy of the current folder, which Ray deletes. No path may lead out of this
-    folder, and paths of settings in KEPT may not lie in it. `written`: settings with relative paths still relative. `folder`: of the
-    configuration."""
+    """Yield problems with paths: the job runs in a copy of the current folder, which Ray deletes. No path may leave this folder; paths of
+    KEPT may not lie in it. `written`: settings with relative paths kept. `folder`: of the configuration."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))
@@ -45,8 +44,8 @@ def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
 
 
 def submit(config: RunConfig, command: Sequence[str], address: str, variables: Sequence[str], name: str | None, follow: bool) -> int:
-    """Submit a run and return an exit code; with `follow`, wait and return the run's own. `variables`: names of environment variables to
-    pass on."""
+    """Submit a run and return an exit code; with `follow`, wait for the run's own. `variables`: names of environment variables to pass
+    on."""
     use_token()
     os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray prefers it, and RAY_ADDRESS, to an argument
     try:

@@ -1,4 +1,4 @@
-"""Sweeps: several runs, each in its own process, and a table of results."""
+"""Sweeps: several runs, a process each, and a table of results."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Choice:
 
 
 def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
-    """Run `command` with each choice's overrides until a run is interrupted. Print a table of results. Return the first exit code other
-    than 0, or 0."""
+    """Run `command` with each choice's overrides until one is interrupted; print a table of results. Return the first nonzero exit code, or
+    0."""
     rows, codes = [], []
     for number, choice in enumerate(choices, start=1):
         settings = " ".join(map(hidden, choice.overrides))
@@ -48,7 +48,7 @@ def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
 
 
 def run_forwarding_signals(command: Sequence[str], **options: Any) -> int:
-    """Run a command and forward SIGTERM and SIGHUP; Ctrl-C reaches it from the terminal. `options`: of subprocess.Popen."""
+    """Run a command; forward SIGTERM and SIGHUP (Ctrl-C reaches it from the terminal). `options`: of subprocess.Popen."""
     with subprocess.Popen(command, **options) as process:
         before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:

@@ -1,4 +1,4 @@
-"""Profiler traces of the steps in `profile.steps`: one per training rank and engine process."""
+"""Profiler traces of the steps in `profile.steps`, one per training rank and engine process."""
 
 from __future__ import annotations
 

@@ -29,15 +29,15 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 FULLY_VERIFIED = 3
-"""Number of an engine's first updates in which all tensors are compared, even with `verify: sampled`: most faults show there."""
+"""First updates of an engine that compare all tensors even with `verify: sampled`: most faults show there."""
 LOSS_SECONDS = 5.0
-"""Seconds to wait, after a failed transfer, for news of a lost engine."""
+"""Seconds to wait after a failed transfer for news of a lost engine."""
 ANSWER_SECONDS = 30.0
-"""Seconds after which an engine that has not answered an interrupted transfer counts as hanging."""
+"""Seconds after which an engine that does not answer an interrupted transfer counts as hanging."""
 
 
 class WeightSync:
-    """Sends the actor's weights to all living engines, or only to newcomers: replacements that do not serve yet."""
+    """Sends the actor's weights to all living engines, or to newcomers: replacements that do not serve yet."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class WeightSync:
         drops_weights: bool = False,
         unreadable: str | None = None,
     ) -> None:
-        """`drops_weights`: whether engines drop their weights between updates, so that every `push` must send them. `unreadable`: regular
-        expression of the names of tensors that are not verified."""
+        """`drops_weights`: engines drop their weights between updates: every `push` must send them. `unreadable`: regular expression of
+        tensor names not verified."""
         self._model = actor
         self._restarts = restarts
         self._engines = restarts.replicas
@@ -70,10 +70,9 @@ class WeightSync:
         self._plan: TransferPlan | None = None
         self._verified: Counter[int] = Counter()
         self._version: int | None = None
-        """Version last sent; None before the first `push` and after the loss of a training rank, so that the next `push` sends all
-        weights."""
+        """Version last sent; None before the first `push` and after the loss of a training rank: the next sends all weights."""
         self._transfer: list[Pending[Any]] = []
-        """Calls of both sides in the latest transfer, which the loss of another role may have left in flight."""
+        """Calls of both sides in the latest transfer; another role's loss may have left them in flight."""
 
     @property
     def version(self) -> int:
@@ -81,7 +80,7 @@ class WeightSync:
         return self._version
 
     def push(self, version: int) -> Pushed | None:
-        """Send weights to all living engines or, if they have this version, only to newcomers. Return None if no engine needs weights."""
+        """Send weights to all living engines or, if these have the version, to newcomers. None if no engine needs them."""
         if self._drops_weights or version != self._version:
             pushed = self._send(version, lambda: self._restarts.living((EngineMemory.KV_CACHE,)))
             self._rollouts.one(RolloutWorker.set_version, version)
@@ -104,7 +103,7 @@ class WeightSync:
         return pushed
 
     def end_transfer(self) -> None:
-        """Interrupt a transfer in flight, and wait until living trainers and engines have left it. Give up engines that do not answer."""
+        """Interrupt a transfer in flight; wait until living trainers and engines have left it. Silent engines are given up."""
         if in_flight := [calls for calls in self._transfer if not calls.done and calls.group.end is None]:
             self.break_off()
             self._plan = None
@@ -113,11 +112,11 @@ class WeightSync:
         self._transfer = []
 
     def trainer_lost(self) -> None:
-        """Let the next `push` connect to the new training ranks and send all weights."""
+        """Make the next `push` connect to the new training ranks and send all weights."""
         self._export = self._rendezvous = self._interrupts = self._plan = self._version = None
 
     def break_off(self) -> None:
-        """Interrupt a transfer in flight: the engines are about to end, and trainers must save."""
+        """Interrupt a transfer in flight: engines end soon, and trainers must save."""
         if self._interrupts is not None:
             self._epoch += 1
             interrupt(self._interrupts, self._epoch)
@@ -127,11 +126,11 @@ class WeightSync:
             self._rollouts.one(RolloutWorker.set_version, self._version)
 
     def sender(self, version: int) -> Model[ActorWorker] | None:
-        """Return the actor, which must be loaded for `push`; None if `push` has nothing to send."""
+        """Return the actor, to be loaded for `push`; None if nothing is to be sent."""
         return self._model if self._drops_weights or version != self._version or self._restarts.newcomers else None
 
     def _update(self, version: int, receivers: list[int]) -> Pushed | None:
-        """Update the engines `receivers`. Return None if an engine was lost; other engines may then mix old and new weights."""
+        """Update the engines `receivers`. None if one was lost: others may then mix old and new weights."""
         if self._plan is not None and (list(self._plan.engines) != receivers or self._restarts.newcomers):
             self._plan = None
         plan = self._plan = self._plan or self._connect(receivers)
@@ -171,8 +170,8 @@ class WeightSync:
     def _await_both(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Wait for engines and trainers. Return None if an engine was lost: the caller must retry with all other engines, which may have
-        read data from the lost one. Other failures raise RuntimeError with all causes."""
+        """Wait for engines and trainers. None if an engine was lost: the caller retries with all others, which may have read data from it.
+        Other failures raise RuntimeError with all causes."""
         interrupted: float | None = None
         failed: dict[str, str] = {}
 
@@ -202,7 +201,6 @@ class WeightSync:
         return [*said.values(), *of_trainers]
 
     def _give_up_silent(self, engines: Pending[dict[int, Transferred]], since: float, when: str) -> None:
-        """Give up engines that have not answered within ANSWER_SECONDS of `since`."""
         if time.monotonic() - since > ANSWER_SECONDS:
             for call in (call for call in engines.calls if not call.done):
                 cause = f"it hangs in {engines.phase}: no answer for {ANSWER_SECONDS:g} s {when}"

@@ -13,7 +13,7 @@ from roll_lite.scheduler.supply import Pacing
 
 
 class Admission:
-    """Starts prompts of all domains in proportion to their shares, limited by staleness and by the queues of engines and rewards."""
+    """Starts prompts in proportion to the domains' shares, within limits of staleness and of engine and reward queues."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Admission:
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.batches_requested = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0
-        """Number and expected tokens of admitted requests that have not reached the router."""
+        """Number and expected tokens of admitted requests not yet in the router."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
         self._recorder = recorder
@@ -35,11 +35,11 @@ class Admission:
         self._batches = batches
         self._loop = asyncio.get_running_loop()
         self._behind: set[str] = set()
-        """Domains with too many unscored samples. They start no prompts for later batches."""
+        """Domains with too many unscored samples: they start no prompts for later batches."""
         self._looked = 0.0
 
     def admit(self) -> None:
-        """Start prompts while there is room; in deterministic runs only once no group is running."""
+        """Start prompts while there is room; in deterministic runs once no group is running."""
         if self._router.gate is not None and any(one.running for one in self._schedulers.values()):
             return
         if self.batches_requested == self.handed_out and self._pacing.supply.max_staleness == 0:
@@ -64,7 +64,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests as load until the event loop's next turn, when the router counts them."""
+        """Count a new group's requests as load until the router counts them, on the event loop's next turn."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
@@ -80,7 +80,7 @@ class Admission:
         return self._router.has_room(self.announced, self._announced_tokens)
 
     def drop_exhausted(self) -> bool:
-        """Remove domains without further prompts from the batch plan. Return True if no domain remains."""
+        """Drop domains without further prompts from the plan. Return True if none is left."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted:
                 self.plan.drop(name)
@@ -90,8 +90,7 @@ class Admission:
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the staleness limit of the domain's next batch: groups admitted at a smaller `batches_requested` are too old for this
-        batch."""
+        """Return the smallest `batches_requested` at admission that is fresh enough for the domain's next batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 
@@ -108,7 +107,7 @@ class Admission:
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Return how many samples each domain may start for later batches, so that at most one batch waits for scores."""
+        """Return how many samples each domain may start for later batches: at most one batch waits for scores."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}

@@ -16,9 +16,9 @@ PREFIXES_REMEMBERED = 131_072
 class EngineLoad:
     client: EngineClient
     tokens: float = 0.0
-    """Work of the engine's requests in flight: prompt tokens to prefill (without cached tokens) plus expected response tokens."""
+    """Tokens of the requests in flight: uncached prompt tokens plus expected response tokens."""
     done: float = 0.0
-    """Finished part of that work: prompt tokens prefilled and response tokens generated."""
+    """Part of `tokens` that is prefilled or generated already."""
     requests: int = 0
     generating: int = 0
     last_sign: float = 0.0
@@ -32,16 +32,15 @@ class EngineLoad:
 
 
 class EngineChoice:
-    """Chooses the least loaded engine, unless another has the request's prefix cached. `most_requests`, `most_tokens`: limits per engine;
-    None: unlimited."""
+    """Chooses the least loaded engine, unless another has the request's prefix cached. Limits are per engine; None: unlimited."""
 
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
         self._most_requests = most_requests
         self._most_tokens = most_tokens
         self.on_room: Callable[[], None] = lambda: None
-        """Called when a full engine has room again after a progress report."""
-        # The least loaded engine is on top; an entry with an outdated load is dropped when it gets there. Progress reports, which change
-        # many loads at once, are applied at the next choice.
+        """Called when a progress report frees room on a full engine."""
+        # Lazy heap: an entry with an outdated load is dropped when it reaches the top. Progress reports change many loads at once, so they
+        # are applied at the next choice.
         self._heap: list[tuple[float, int, EngineLoad]] = []
         self._reported: set[EngineLoad] = set()
         self._numbers = itertools.count()
@@ -78,8 +77,8 @@ class EngineChoice:
             heapq.heapify(self._heap)
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
-        """Return (engine, load of the request in tokens); None if all engines are full. `prefix`: key of the first `shared_tokens` prompt
-        tokens, which an engine may have cached. `own_tokens`: other prompt tokens and expected response tokens."""
+        """Return (engine, the request's load in tokens); None if all engines are full. `prefix`: key of the first `shared_tokens` prompt
+        tokens. `own_tokens`: further prompt tokens plus expected response tokens."""
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
             # An engine that has the prefix cached wins, unless its extra load exceeds the cost of a prefill elsewhere.
@@ -113,7 +112,7 @@ class EngineChoice:
         engine.tokens = tokens
 
     def report(self, engine: EngineLoad, done: float, grown: float) -> None:
-        """Record progress. `done`: tokens finished since the request's last report. `grown`: change of its expected length."""
+        """Record progress since the request's last report. `done`: tokens finished. `grown`: change of expected length."""
         was_full = not self._has_room(engine)
         engine.done += done
         self._set_tokens(engine, engine.tokens + grown)

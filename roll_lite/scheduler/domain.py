@@ -1,4 +1,4 @@
-"""Scheduler of one domain: starts prompts and hands out finished groups (all samples of a prompt)."""
+"""Scheduler of one domain: starts prompts, hands out finished groups (all samples of a prompt)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""The run fails if this many groups in a row are lost (all samples failed), or 3 times the domain's groups per batch, if larger."""
+"""Consecutive lost groups (all samples failed) that end the run; or 3 times the domain's groups per batch, if larger."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""The run also fails if at least this fraction of the latest groups is lost. The window is LONG_WINDOW_FACTOR times the limit above."""
+"""Fraction of lost groups that also ends the run, in a window LONG_WINDOW_FACTOR times as long."""
 
 
 class DomainFailed(RuntimeError):
-    """Error: too many groups of a domain are lost or filtered."""
+    """Error: too many groups of a domain were lost or filtered."""
 
 
 class DataExhausted(RuntimeError):
@@ -68,7 +68,7 @@ class _PromptToStart:
     group: int | None = None
     """Number of the prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
-    """Batches that training had requested when `group` was admitted. The staleness of continued samples counts from this number."""
+    """Number of batches requested at the admission of `group`; its samples' staleness counts from here."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ class _Live:
     number: int
     prompt: _PromptToStart
     batches_requested: int
-    """Batches that training had requested when the group was admitted. Its staleness counts from this number."""
+    """Number of batches requested at the group's admission; its staleness counts from here."""
     tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
@@ -88,8 +88,7 @@ class _Live:
 
 
 class DomainScheduler:
-    """Runs the groups of one domain. Calls `changed` when a group ends, `broken` on a fatal error, and `left_out` for a lost or filtered
-    group."""
+    """Runs one domain's groups. Calls `changed` when a group ends, `broken` on a fatal error, `left_out` for a lost or filtered group."""
 
     def __init__(
         self,
@@ -113,7 +112,6 @@ class DomainScheduler:
         self._running: OrderedDict[int, _Live] = OrderedDict()
         self._finished: dict[int, _Live] = {}
         self._taken: dict[int, _Live] = {}
-        """Groups taken for the current batch."""
         self._delivered: dict[int, _Live] = {}
         """Groups of the last batch, kept until the next is requested: its step may still be undone."""
         self._put_back: deque[_PromptToStart] = deque()
@@ -124,10 +122,10 @@ class DomainScheduler:
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
         """Loss cause of each recent group, None if not lost; stale groups are not recorded."""
         self._given_up = 0
-        """Filtered groups not replaced because the batch's tries were used up (`when_short: continue`)."""
+        """Filtered groups without replacement: the batch's tries were used up (`when_short: continue`)."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Number of a running group that the current batch waits for, since this group would be too old for the next batch; else None."""
+        """Running group that the current batch waits for: the next one would find it too old."""
 
     @property
     def running(self) -> int:
@@ -139,7 +137,7 @@ class DomainScheduler:
 
     @property
     def waiting_for_scores(self) -> float:
-        """Number of generated samples without a score, less the places of the reward workers. Negative: places are free."""
+        """Unscored samples minus the reward workers' places; negative if places are free."""
         return self._runner.scoring - self._domain.rewards.capacity
 
     @property
@@ -160,7 +158,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ admission
 
     def admit(self, batches_requested: int, replaces: bool = False) -> bool:
-        """Start the next prompt. Return False if no prompt is left. `replaces`: as an owed replacement."""
+        """Start the next prompt; False if none is left. `replaces`: as an owed replacement."""
         if replaces:
             self.owed -= 1
         else:
@@ -251,8 +249,8 @@ class DomainScheduler:
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
         """Return `count` groups for the current batch in order of admission; None if they are not ready.
 
-        A running group admitted before `minimum_admission_batch` would be too old for the next batch. The current batch waits for it,
-        because dropping slow groups would favour short responses.
+        A running group admitted before `minimum_admission_batch` would be too old for the next batch: the current one waits for it, because
+        dropping slow groups would favour short responses.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
@@ -279,8 +277,7 @@ class DomainScheduler:
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, batches_requested: int, max_staleness: int) -> None:
-        """End groups that are too old for the next batch, and put their prompts first in the queue. `batches_requested` includes the next
-        batch."""
+        """End groups too old for the next batch (already counted in `batches_requested`); put their prompts first in the queue."""
         stale = [live for live in self._groups if live.batches_requested < batches_requested - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones
@@ -318,7 +315,7 @@ class DomainScheduler:
         return [*self._running.values(), *self._finished.values()]
 
     def take_ledger(self) -> list[dict[str, Any]]:
-        """Return the lines since the last batch, as the next one is handed out."""
+        """Close the batch being handed out: remember its groups, and return the ledger lines since the last batch."""
         self._delivered, self._taken = self._taken, {}
         lines, self._ledger = self._ledger, []
         return lines
@@ -328,7 +325,6 @@ class DomainScheduler:
         return [*lost, *(self._line(one, DROPPED, cause) for one in self._undelivered(undo))]
 
     def _undelivered(self, undo: bool) -> list[_Live]:
-        """Return all groups that no batch has. `undo`: also those of the last batch."""
         return [*self._groups, *self._taken.values(), *(self._delivered.values() if undo else ())]
 
     # ------------------------------------------------------------ checkpoints
@@ -340,8 +336,8 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
-        """Restore the state and queue undelivered groups again. Groups admitted at `minimum_admission_batch` or later continue from their
-        `saved` samples; others start from the prompt."""
+        """Restore the state and queue undelivered groups. Those admitted at `minimum_admission_batch` or later continue from `saved`
+        samples, others from the prompt."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:
@@ -350,7 +346,7 @@ class DomainScheduler:
             self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], samples))
 
     def reached(self, number: int) -> dict[int, Unfinished]:
-        """Return what a checkpoint stores of the undelivered group `number`: {index of a sample in the group: its state}."""
+        """Return {index in the group: state} of undelivered group `number`, for a checkpoint."""
         groups = ChainMap(self._running, self._finished, self._taken, self._delivered)
         live = groups.get(self._taken_up.get(number, number))
         if live is None:
@@ -373,7 +369,7 @@ def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Return the group with its accepted samples marked with `outcome` and, as failure, `cause`. The greedy baseline stays unchanged."""
+    """Mark the group's accepted samples, not its greedy baseline, with `outcome` and failure `cause`."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

@@ -13,7 +13,7 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 
 
 class EngineLost(Exception):
-    """Loss of the engine that ran a request. Another engine can continue from `partial`, the response so far."""
+    """Loss of a request's engine. Another engine can continue from `partial`, the response so far."""
 
     def __init__(self, engine: str, cause: str, partial: Turn | None = None) -> None:
         super().__init__(f"engine {engine} is lost: {cause}")
@@ -36,7 +36,7 @@ class Asked:
         """Pieces of the response, from which another engine can continue."""
 
     def generated(self, tokens: int) -> None:
-        """Receive the number of response tokens so far. Called when the engine starts the request, then every few seconds."""
+        """Receive the number of response tokens so far: when the engine starts the request, then every few seconds."""
 
 
 class EngineClient(Protocol):
@@ -57,7 +57,7 @@ class Collected:
     dead: str | None = None
     """Cause of the engine's death; unanswered requests are lost."""
     blocks_waiting: int = 0
-    """Number of blocks (tables with the tokens of several samples) that the engine holds ready for the next calls."""
+    """Token blocks (tables with several samples' tokens) ready for the next calls."""
     parts: list[Turn] = field(default_factory=list)
     """New tokens of unfinished responses: rows that start with a dummy token (PART_PREFIX) instead of the prompt."""
 
@@ -70,8 +70,8 @@ class Collected:
 
 
 class BatchedEngine(ABC):
-    """Engine client that sends requests and fetches responses in batches. `frozen_admission`: pause the engine until it has all requests of
-    a batch."""
+    """Engine client that sends requests and fetches responses in batches. `frozen_admission`: the engine pauses until it has a batch's
+    requests."""
 
     def __init__(self, name: str, frozen_admission: bool = False) -> None:
         self.name = name
@@ -90,8 +90,8 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """Concatenate all tokens of a request: earlier turns, prompt, response pieces (`parts`). ConnectionError if a process that held
-        tokens is gone."""
+        """Concatenate a request's tokens: earlier turns, prompt, response pieces (`parts`). ConnectionError if some are gone with their
+        process."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
@@ -191,7 +191,6 @@ class BatchedEngine(ABC):
 
 
 def leaving(nodes: Mapping[int, Set[str]], draining: Set[str]) -> Sequence[int]:
-    """Return the numbers of the engines on draining nodes, without the first if these are all engines, so that one remains. `nodes`:
-    {number of a serving engine: its nodes}."""
+    """Return the engines on draining nodes, but not the first if these are all. `nodes`: {serving engine's number: its nodes}."""
     doomed = [engine for engine, own in nodes.items() if own & draining]
     return doomed if len(doomed) < len(nodes) else doomed[1:]

@@ -1,5 +1,4 @@
-"""Dynamic sampling: filter finished sample groups before training, by scores or a user's function. Groups of other prompts replace them,
-within the limit `tries`."""
+"""Dynamic sampling: filter finished groups by scores or a user's function. Other prompts' groups replace them, within the limit `tries`."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from roll_lite.data.samples import SampleGroup, Score
 from roll_lite.data.user_function import load_function
 
 LOW, HIGH, FUNCTION = "low", "high", "function"
-"""Reasons for filtering: statistic too low or too high, or rejection by the user's function."""
+"""Reasons for filtering: statistic too low, too high, rejected by the user's function."""
 
 
 class LeftOut(NamedTuple):
@@ -30,7 +29,7 @@ class GroupFilter:
     tries: int = 10
     """Maximum prompts tried per group of a batch."""
     fill: bool = True
-    """True: the run fails when the tries are used up. False: the run trains on the groups at hand."""
+    """True: the run fails when the tries are used up. False: it trains on the groups at hand."""
 
 
 def kept_between(value: str, above: float | None, below: float | None) -> Cause:

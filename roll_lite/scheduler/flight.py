@@ -1,5 +1,4 @@
-"""Request in flight: its timeout and its share of an engine's load. If an engine is lost or interrupted, the request continues on
-another."""
+"""Request in flight: its timeout and its share of an engine's load. It continues on another engine after a loss or interruption."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Number of maximum-length responses that start an estimate. Without them, short responses, which finish first, would bias the estimate."""
+"""Maximum-length responses that start an estimate: short responses finish first and would bias it."""
 RESPONSES_REMEMBERED = 512
-"""Number of latest lengths in an estimate, since lengths drift during training."""
+"""Latest lengths in an estimate, since lengths drift during training."""
 REFRESH = 16
 """Lengths are sorted again once 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
@@ -30,7 +29,7 @@ ABORT_PATIENCE_S = 10.0
 
 
 DEADLY = 3
-"""A request is given up if this many engines die while running it, since it may have killed them."""
+"""Engines that may die while running a request before it is given up: it may have killed them."""
 
 
 class RequestFailed(Exception):
@@ -47,7 +46,7 @@ class RequestFailed(Exception):
 
 
 class ExpectedLength:
-    """Expected response length, estimated from the domain's latest lengths and the maximum length `most`."""
+    """Expected response length by the domain's latest lengths and the maximum `most`."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -145,7 +144,7 @@ class Flight(Asked):
         self.timed_out = False
         group = intern("/".join(first.request_id.split("/", 4)[:4]))
         self.prefix = self.sample if first.context is not None else first.request_id if TURN in first.request_id else group
-        """Key of the shared token prefix: the sample's earlier turns, if any; otherwise the agent's own prompt or the group's prompt."""
+        """Key of the shared token prefix: the sample's earlier turns, else the agent's own prompt, else the group's prompt."""
         self._timeout_s, self._choice, self._clock = timeout_s, choice, clock
         self._loop = asyncio.get_running_loop()
         self._generating_s = 0.0
@@ -160,7 +159,7 @@ class Flight(Asked):
 
     @property
     def own_tokens(self) -> int:
-        """Tokens to prefill beyond `shared_tokens`: new messages, and response tokens generated before an interruption."""
+        """Tokens to prefill beyond `shared_tokens`: new messages, and the response before an interruption."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 
@@ -170,7 +169,7 @@ class Flight(Asked):
 
     @property
     def response(self) -> Turn | None:
-        """Response so far, on all engines. Its `tokens` cover only earlier engines: the current engine's tokens are joined later."""
+        """Response so far on all engines. `tokens` covers only earlier engines: the current engine's are joined later."""
         so_far = reduce(joined, self.parts, self.so_far)
         if so_far is None:
             return None
@@ -222,7 +221,7 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """Report progress since the request reached its engine. `done`: decrease of remaining load. `grown`: change of expected length."""
+        """Report progress on this engine. `done`: decrease of the remaining load. `grown`: change of the expected length."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown
@@ -230,8 +229,8 @@ class Flight(Asked):
     def _check_timeout(self) -> None:
         """Abort the request if its timeout is up; else check again later.
 
-        Until the engine starts the request, the timeout counts only time in which the engine generates for no request. Then it counts the
-        request's generation time, on this engine and earlier ones.
+        Until the engine starts the request, only time in which it generates nothing counts; then the request's generation time, on this
+        engine and earlier ones.
         """
         now = self._clock.time()
         if self.begun:

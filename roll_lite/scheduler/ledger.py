@@ -7,7 +7,7 @@ from typing import Any
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 DELIVERED, FILTERED, FAILED, STALE, DROPPED = "delivered", "filtered", "failed", "stale", "dropped"
-"""Ways in which groups end. The prompt of a stale or dropped group starts again."""
+"""Ends of groups. The prompt of a stale or dropped group starts again."""
 LONGEST_CAUSE = 400
 
 
@@ -21,8 +21,8 @@ def group_line(
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """Return the line of a group that ended. `row`: (epoch, prompt). `batches_requested`: batches that training had requested at the
-    group's admission. `continues`: number of the dropped group whose prompt this group started again."""
+    """Return the line of an ended group. `row`: (epoch, prompt). `batches_requested`: at its admission. `continues`: dropped group whose
+    prompt it started again."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

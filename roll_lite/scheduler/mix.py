@@ -14,7 +14,7 @@ from roll_lite.data.prompts import SAME_DATA, PromptOrder
 
 
 class DomainMix:
-    """Divides groups by shares with Tijdeman's rule: after n groups, a domain's count differs from share * n by less than one."""
+    """Divides groups by Tijdeman's rule: after n groups, a domain's count differs from share * n by less than one."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         # Through the decimal text, so that 0.1 means one tenth.
@@ -60,7 +60,7 @@ class DomainMix:
         return {"weights": dict(self._weights), "counts": dict(self._counts), "places": self._places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore counts, which start at zero if domains or shares differ from the saved ones."""
+        """Restore counts; they start at zero if domains or shares differ."""
         if state["weights"] == self._weights:
             self._counts = dict(state["counts"])
             self._places = state["places"]
@@ -73,7 +73,7 @@ class _Batch:
 
 
 class BatchPlan:
-    """Plan of coming batches: groups per domain, and which domain starts next. `least`: minimum groups per batch, by domain."""
+    """Plan of coming batches: groups per domain, and which domain starts next. `least`: minimum groups per batch and domain."""
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
         self.size = 0
@@ -93,7 +93,7 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next planned group whose prompt has not started and whose number is below its domain's limit in `most`. Return (domain,
+        """Take the next planned group whose prompt has not started and whose number is below its domain's limit in `most`: (domain,
         number)."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
@@ -124,7 +124,7 @@ class BatchPlan:
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
-        """Remove a domain without further prompts. Planned batches get smaller; in later batches, other domains take its share."""
+        """Remove a domain without further prompts. Planned batches shrink; later, other domains take its share."""
         if domain in self._shares:
             del self._shares[domain]
             self._least.pop(domain, None)
@@ -152,7 +152,7 @@ class BatchPlan:
             self._places += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last requested batch: after a resume, prompts of later batches start again."""
+        """Return the state after the last requested batch: a resumed run starts prompts of later ones again."""
         return self._handed_out
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class MixedOrder:
         return min(order.next_epoch for order in self._orders.values())
 
     def next(self) -> tuple[int, int]:
-        """Draw the next prompt. Return (epoch of its file, its row number in all files concatenated)."""
+        """Draw the next prompt: (epoch of its file, row number in all files concatenated)."""
         (name,) = self._mix.places(1)
         epoch, index = self._orders[name].next()
         return epoch, self._starts[int(name)] + index

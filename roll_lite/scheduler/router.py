@@ -16,9 +16,8 @@ from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, Requ
 NEW_COST = 0.1
 """Weight of the newest request in a domain's mean load per request."""
 READY_SHARE = 0.25
-"""Requests sent to an engine beyond its slots, as a fraction of the slots, so that a waiting request fills a free slot at once."""
+"""Requests sent beyond an engine's slots, as a fraction of them: a waiting request fills a free slot at once."""
 MAX_ABORTS_WITHOUT_PROGRESS = 3
-"""Maximum number of aborts in a row without new tokens."""
 
 
 class NoEngineLeft(RuntimeError):
@@ -26,11 +25,11 @@ class NoEngineLeft(RuntimeError):
 
 
 class Router:
-    """Sends each request to the least loaded engine, or to an engine that has its prefix cached. Deterministic runs choose the engine by
-    request id and start requests in waves.
+    """Sends each request to the least loaded engine, or to one that has its prefix cached. Deterministic runs choose by request id and
+    start requests in waves.
 
-    `engine_slots`: requests that an engine runs at a time. `engine_tokens`: limit of tokens in flight per engine. `timeout_s` counts from a
-    request's start in the engine.
+    `engine_slots`: requests that an engine runs at a time. `engine_tokens`: tokens in flight per engine. `timeout_s`: of generation (see
+    flight.py).
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Router:
         engine_tokens: int | None = None,
         engines_restart: bool = False,
     ) -> None:
-        """`engines_restart`: lost engines are replaced, so that requests wait instead of failing if none is left."""
+        """`engines_restart`: lost engines are replaced, so requests wait instead of failing if none is left."""
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate(self._all_serve) if deterministic else None
         self.clock = EngineClock()
@@ -109,8 +108,7 @@ class Router:
                     raise RequestFailed("aborted by the engine", partial)
 
     async def _generate_in_wave(self, flight: Flight, gate: WaveGate) -> Turn:
-        """Generate a response in a wave of requests that start together (deterministic runs). Interrupted requests start over, since
-        continued responses would differ."""
+        """Generate a response in a wave (deterministic runs). Interrupted requests start over: continued responses would differ."""
         async with gate.wave(flight.first.request_id) as wave:
             while True:
                 await self._place(flight)
@@ -140,8 +138,7 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """True if more prompts may start. `announced`: admitted requests that have not reached the router; `tokens`: their expected
-        tokens."""
+        """True if more prompts may start. `announced`: admitted requests not yet in the router; `tokens`: their expected tokens."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -154,14 +151,14 @@ class Router:
         return inf if self._most is None else self._choice.takes(tokens)
 
     def expected_tokens(self, domain: str, most: int) -> float:
-        """Return the expected load of the domain's next request, in tokens; `most` if it is the domain's first request."""
+        """Return the expected load of the domain's next request, in tokens; `most` before its first request."""
         return self._costs.get(domain, float(most))
 
     def under_way(self, domain: str) -> int:
         return self._in_flight.get(domain, 0) + len(self._queues.get(domain, ()))
 
     async def hold(self, interrupt: bool) -> None:
-        """Stop sending until `release`, and wait until nothing is in flight. `interrupt`: abort running requests, which continue later."""
+        """Stop sending until `release`; wait until nothing is in flight. `interrupt`: abort running requests, which continue later."""
         self._held = True
         if interrupt:
             at: dict[EngineLoad, list[str]] = {}
@@ -288,8 +285,7 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Send waiting requests. The domain with the fewest requests in flight comes first: one domain's long responses do not delay
-        others."""
+        """Send waiting requests, first of the domain with fewest in flight: one domain's long responses do not delay others."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
@@ -304,7 +300,6 @@ class Router:
             queue.popleft()
 
     def _choose(self, flight: Flight) -> tuple[EngineLoad, float] | None:
-        """Choose an engine. Return None if all engines are full or being replaced."""
         shared, own = flight.shared_tokens, flight.own_tokens + flight.left()
         if self.gate is None and (found := self._choice.choose(flight.prefix, shared, own)) is not None:
             return found
@@ -342,8 +337,8 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. If an engine is lost, its requests of the wave start again, even answered ones:
-    the replacement gets the same batch."""
+    """Requests of a deterministic run that start together. If an engine is lost, all its requests of the wave start again: the replacement
+    gets the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)
@@ -353,7 +348,7 @@ class Wave:
         self._lost: set[str] = set()
 
     async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:
-        """Wait until the whole wave is answered; return True if the request must start again. `is_lost`: its engine was lost."""
+        """Wait until the whole wave is answered. True if the request must start again. `is_lost`: its engine was lost."""
         place = asyncio.get_running_loop().create_future()
         self._answered[request_id] = (engine, place)
         self._running.discard(request_id)
@@ -372,7 +367,7 @@ class Wave:
         return not self._running and not self._answered
 
     def settle(self) -> None:
-        """End the wave if all requests are answered; restart requests of lost engines once all engines serve."""
+        """End the wave if all requests are answered; restart requests of lost engines when all engines serve."""
         if self._running or (self._lost and not self._all_serve()):
             return
         again = {request_id for request_id, (engine, _) in self._answered.items() if engine in self._lost}
@@ -385,16 +380,15 @@ class Wave:
 
 
 class WaveGate:
-    """Barrier of deterministic runs. Requests start together once every unfinished sample waits, so that engines get the same batches in
-    every run."""
+    """Barrier of deterministic runs: requests start together once every unfinished sample waits, so that engines get equal batches in every
+    run."""
 
     def __init__(self, all_serve: Callable[[], bool]) -> None:
         self._all_serve = all_serve
         self._members = 0
         self._waiting: dict[str, asyncio.Future[Wave]] = {}
         self._waves: list[Wave] = []
-        """Waves with unfinished requests. If every sample has called `join`, there is at most one: the next starts only when all samples
-        wait."""
+        """Waves with unfinished requests: at most one if every sample has joined, since the next starts when all wait."""
 
     def join(self) -> None:
         self._members += 1
@@ -405,7 +399,7 @@ class WaveGate:
 
     @asynccontextmanager
     async def wave(self, request_id: str) -> AsyncIterator[Wave]:
-        """Context manager of one request: wait until its wave starts, and leave the wave on exit."""
+        """Wait until the request's wave starts; leave the wave on exit."""
         loop = asyncio.get_running_loop()
         place = self._waiting[request_id] = loop.create_future()
         loop.call_soon(self._open_if_complete)  # deferred: otherwise the last sample would leave before all others

@@ -1,4 +1,4 @@
-"""Generate and score a sample, with retries: a single response or, with an environment, an episode of several turns."""
+"""Generate and score a sample, with retries: a single response or an environment's episode of turns."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from roll_lite.scheduler.stats import Recorder
 from roll_lite.scheduler.unfinished import Pieces, SavedSample, SavedTurn, Unfinished
 
 Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
-"""Function that generates the response to a request, or continues the given partial response."""
+"""Generates the response to a request, or continues the given partial response."""
 
 
 class _Row:
-    """Training sequence of a sample: prompt, responses and environment texts along one branch of the episode."""
+    """Training sequence of a sample: prompt, responses and environment texts along one branch."""
 
     __slots__ = ("free", "last", "length", "segments", "tokens")
 
     def __init__(self, context: Turn | None = None) -> None:
-        """`context`: earlier response at whose end a new branch starts. All tokens up to there become the row's prompt."""
+        """`context`: earlier response where a new branch starts. All tokens up to its end become the row's prompt."""
         self.tokens = None if context is None else context.tokens
         self.length = 0 if self.tokens is None else self.tokens.length
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         self.free = False
-        """True if no request has continued the row's last response. The first such request extends this row; later ones start new rows."""
+        """True until a request continues the row's last response: that one extends this row, later ones start new rows."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -61,10 +61,10 @@ class _Row:
 
 
 class Conversation:
-    """Sample being generated: a tree of responses, usually a single response.
+    """Sample being generated: a tree of responses, usually a single one.
 
-    Branches become training sequences (rows). If several requests continue one response, the first extends the response's row and the
-    others start new rows, so that every response is trained in exactly one row.
+    Branches become training sequences (rows). If several requests continue one response, the first extends its row, others start new ones:
+    every response is trained in exactly one row.
     """
 
     __slots__ = ("_ask", "_end", "_first_new", "_kept", "_rows", "_saved", "_turns", "_wants_ids", "request_id", "sampling", "under_way")
@@ -79,8 +79,8 @@ class Conversation:
     ) -> None:
         """`wants_ids`: return token ids of responses.
 
-        `saved`: responses from a resumed checkpoint. If the episode sends the same requests again, parallel ones in any order, complete
-        responses are returned, and partial ones continue.
+        `saved`: responses from a resumed checkpoint. If the episode sends the same requests, parallel ones in any order, complete responses
+        are returned and partial ones continue.
         """
         self._ask = ask
         self.request_id = request_id
@@ -91,9 +91,9 @@ class Conversation:
         self._saved = {one.number: one for one in saved}
         self._kept: dict[int, SavedTurn] = {}
         self._first_new = 1 + max(self._saved, default=-1)
-        """Number of a new response 0 in checkpoints. Saved responses, with smaller numbers, keep theirs."""
+        """Offset of new responses' numbers in checkpoints: saved responses keep theirs."""
         self.under_way: dict[str, SavedTurn] = {}
-        """{request id: response that is being generated}, without the tokens that it has since its request was sent."""
+        """{request id: response being generated}, without the tokens of the running request."""
         self._end: tuple[EpisodeRecord, FinishReason | None] | None = None
 
     async def respond(
@@ -101,8 +101,8 @@ class Conversation:
     ) -> Turn:
         """Let the policy respond to tokens; RequestFailed on a failure.
 
-        `number`: of this response, from 0. `after`: number of the response that the tokens follow; None: the tokens are a prompt. `most`:
-        maximum response tokens; None: all that the sample has left. `stop`: further stop strings.
+        `number`: of this response, from 0. `after`: number of the response that the tokens follow; None: they are a prompt. `most`: maximum
+        tokens; None: all that the sample has left. `stop`: further stop strings.
         """
         given, limits = array("i", token_ids).tobytes() if self._wants_ids else b"", (most, tuple(stop))
         is_placed = after is None or after in self._kept
@@ -139,8 +139,8 @@ class Conversation:
     def _saved_turn(
         self, after: int | None, place: int | None, given: bytes, limits: tuple[int | None, tuple[str, ...]]
     ) -> SavedTurn | None:
-        """Take the saved response to the same request. A response that lengthened its row holds the row's earlier tokens as trained; it is
-        taken only while no other request has lengthened the row."""
+        """Take the saved response to the same request. One that extended its row (its tokens include the row's earlier ones as trained) is
+        taken if no other request has extended it."""
         for saved in self._saved.values():
             is_same = (saved.after, saved.given_ids) == (place, given) and saved.limits in (None, limits)
             if is_same and (saved.branches or after is None or self._free_row(after)):
@@ -148,11 +148,10 @@ class Conversation:
         return None
 
     def saved(self) -> tuple[SavedTurn, ...]:
-        """Return the episode's complete responses, and saved responses not requested again since the resume."""
+        """Return the episode's complete responses, and saved ones not requested since the resume."""
         return (*self._kept.values(), *self._saved.values())
 
     def _free_row(self, after: int) -> _Row | None:
-        """Return the row that ends with this response, unless a request has already continued it."""
         row, _ = self._turns[after]
         return row if row.free and row.last == after else None
 
@@ -195,7 +194,7 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""Attempts of a sample that may be lost with their workers (other episodes may have killed these) before such losses count as retries."""
+"""Losses of a sample's worker that do not count as retries: other episodes may have killed the worker."""
 
 
 class EpisodeFailed(Exception):
@@ -206,7 +205,7 @@ class EpisodeFailed(Exception):
 
 
 Episode = Callable[[Prompt, Conversation], Awaitable[None]]
-"""Function that runs one conversation. It lets RequestFailed pass, and raises EpisodeFailed if the environment fails."""
+"""Runs one conversation. Lets RequestFailed pass; raises EpisodeFailed if the environment fails."""
 
 
 async def one_response(prompt: Prompt, conversation: Conversation) -> None:
@@ -217,7 +216,7 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Return a function that derives a seed from a sample's identity and attempt, so that a restarted run generates the same samples."""
+    """Return a function that derives a seed from a sample's identity and attempt: restarted runs generate the same samples."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)
@@ -231,7 +230,7 @@ def no_seeds(_: SampleId) -> None:
 
 class RewardClient(Protocol):
     async def score(self, item: RewardInput) -> Score:
-        """Score a sample. Raise RewardFailed if scoring fails; never return a score of zero instead."""
+        """Score a sample. Raise RewardFailed if scoring fails, instead of returning zero."""
         ...
 
     @property
@@ -239,7 +238,7 @@ class RewardClient(Protocol):
 
 
 class SampleRunner:
-    """Generates and scores samples of one domain. A sample that fails permanently is returned as failed, with the cause."""
+    """Generates and scores one domain's samples. A permanently failed sample is returned with its cause."""
 
     def __init__(
         self,
@@ -254,8 +253,7 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`generated` is called when a sample begins to wait for its score. `queue`: name of the samples' queue in the router (default: the
-        domain's name)."""
+        """`generated` is called when a sample starts to wait for its score. `queue`: in the router; default: the domain's name."""
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
         self._domain = domain
@@ -278,7 +276,7 @@ class SampleRunner:
         return task
 
     def reached(self, group: int, index: int) -> Unfinished | None:
-        """Return what a checkpoint stores of a running sample; None if the sample has no tokens yet."""
+        """Return what a checkpoint stores of a running sample; None without tokens."""
         tell = self._reached.get((group, index))
         return None if tell is None else tell()
 
@@ -295,7 +293,7 @@ class SampleRunner:
         flight = self._router.flight(conversation.request_id)  # a later turn has another id
         if flight is None or (response := flight.response) is None:
             return None
-        # The response's `tokens` end where the request of its pieces starts.
+        # `response.tokens` ends where the current request starts; that request's tokens are in `own`.
         prompt, own = Segment(Author.PROMPT, len(flight.first.prompt_ids)), Pieces.of(flight)
         segments = prompt, Segment(Author.POLICY, response.length, response.versions, response.engines)
         transcript = Transcript(segments, response.tokens, response.text, FinishReason.ABORT)

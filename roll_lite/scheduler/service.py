@@ -20,7 +20,7 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups sorted by number, including failed samples, for dumps."""
+    """Groups by number, failed samples included for dumps."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
@@ -28,7 +28,7 @@ class RolloutResult:
 
 
 class RolloutService:
-    """Generates and scores training batches and validations. Needs a running event loop. Staleness is measured in requested batches."""
+    """Generates and scores training batches and validations, in a running event loop. Staleness is measured in requested batches."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class RolloutService:
         self._validation: Validation | None = None
         self._next_held_out = 0
         self._draining = False
-        """True while a weight update waits for running responses: held-out prompts do not start."""
+        """True while a weight update waits for running responses: no validation prompts start."""
         calls = self._number_group, self._group_ended, self._break_off, self._group_left_out
         self._schedulers = {
             name: DomainScheduler(domain, self._runners[name], self._recorder, *calls) for name, domain in self._domains.items()
@@ -99,8 +99,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Return how many held-out samples may run: the capacity that training leaves free, but at least 1 / (1 + number of domains) of all
-        capacity."""
+        """Return how many validation samples may run: what training leaves free, but at least capacity / (1 + number of domains)."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -196,8 +195,8 @@ class RolloutService:
     # ------------------------------------------------------------ weights
 
     async def hold(self) -> None:
-        """Prepare for a weight update, which `set_version` ends. DRAIN waits for running responses, ABORT interrupts them, PAUSE only stops
-        the timeout clock (the first bucket of weights pauses the engines)."""
+        """Prepare for a weight update, which `set_version` ends. DRAIN waits for running responses, ABORT interrupts them, PAUSE stops the
+        timeout clock (the first bucket of weights pauses engines)."""
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
@@ -225,7 +224,7 @@ class RolloutService:
     # ------------------------------------------------------------ validation
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, Sampling]) -> RolloutResult:
-        """Generate and score all validation prompts, beside training batches. Failures are reported, not replaced."""
+        """Generate and score all validation prompts beside training batches. Failures are reported, not replaced."""
         assert self._validation is None, "one validation at a time"
         recorder = Recorder(self._domains, self._time())
         domains = list(self._domains.values())
@@ -251,8 +250,7 @@ class RolloutService:
             scheduler.cancel()
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return the state after `batches` batches: all that were handed out (default), or all but the last. Groups of later batches count
-        as undelivered."""
+        """Return the state after `batches` batches: all handed out (default), or all but the last. Later groups count as undelivered."""
         batches = self._admission.handed_out if batches is None else batches
         undo = batches < self._admission.handed_out
         counts = self._before if batches < self._admission.batches_requested else self._counts()
@@ -267,8 +265,7 @@ class RolloutService:
         return {**self._admission.state_dict(), **self._totals.state_dict(), "ledger": self._ledger}
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Return {group number: {index: state}} of the samples undelivered in `state` (an earlier `state_dict`), with current tokens and
-        scores."""
+        """Return {group: {index: state}} of samples undelivered in `state`, an earlier `state_dict`, with current tokens and scores."""
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():
             for number in (one["group"] for one in domain["unfinished"] if one["group"] is not None):
@@ -293,6 +290,6 @@ def _held_out(domain: str) -> str:
 
 
 def accepted(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """Return the groups without failed samples. Groups with no sample left are dropped."""
+    """Drop failed samples, and groups with none left."""
     kept = [replace(group, samples=tuple(s for s in group.samples if s.outcome is SampleOutcome.ACCEPTED)) for group in groups]
     return [group for group in kept if group.samples]

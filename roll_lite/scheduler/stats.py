@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, NamedTuple, get_origin, get_type_hi
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 UNFINISHED, SURPLUS = "unfinished", "surplus"
-"""Causes of a group's staleness: it was unfinished, or no batch had a place for it."""
+"""Causes of staleness: the group was unfinished, or no batch had a place for it."""
 
 
 @dataclass
 class DomainStats:
-    """Statistics of one domain in one batch. A field's annotation holds the metric's name and, for a mean, the field to divide by."""
+    """Statistics of one domain in one batch. Annotations: the metric's name and, for a mean, the field to divide by."""
 
     requested: Annotated[int, "rollout/requested"] = 0
     delivered: Annotated[int, "rollout/groups"] = 0
@@ -23,7 +23,7 @@ class DomainStats:
     stale_by_cause: Annotated[Counter[str], "rollout/stale_groups"] = field(default_factory=Counter)
     behind_s: Annotated[float, "rollout/rewards_behind_seconds"] = 0.0
     lost_groups: Annotated[int, "rollout/lost_groups"] = 0
-    """Groups of which all samples, or the greedy baseline, failed; they are replaced."""
+    """Groups of which all samples, or the greedy baseline, failed."""
     timed_out_groups: Annotated[int, "rollout/timed_out_groups"] = 0
     scored: Annotated[int, "rollout/scored_samples"] = 0
     accepted: Annotated[int, "rollout/samples"] = 0
@@ -54,7 +54,7 @@ class DomainStats:
         return self.finish_reasons.total()
 
     def metrics(self) -> Iterator[tuple[str, float, float]]:
-        """Yield (metric name, sum, divisor) of every statistic; divisor: 1 except for means."""
+        """Yield (metric name, sum, divisor); the divisor is 1 except for means."""
         for name, hint in get_type_hints(DomainStats, include_extras=True).items():
             if get_origin(hint) is Annotated:
                 value, (row, *counted) = getattr(self, name), hint.__metadata__
@@ -85,7 +85,7 @@ class RunTotals:
         ("delivered", "delivered", "realised_share"),
         ("delivered_tokens", "batch_tokens", "token_share"),
     )
-    """Rows of (name in checkpoints, DomainStats field to sum over the run, field for the domain's share of that sum)."""
+    """Rows of (name in checkpoints, DomainStats field to sum over the run, field for the domain's share of the sum)."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)
@@ -115,7 +115,7 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Collects statistics per batch. An event counts for the batch generated at that time: a slow sample may count in several batches."""
+    """Collects statistics per batch. Events count for the batch generated at the time: a slow sample may count in several."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)
@@ -176,7 +176,7 @@ def commonest(causes: Counter[str]) -> str:
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Return why a group is lost (all its samples, or its greedy baseline, failed); None if it is not."""
+    """Return why a group is lost (all samples, or the greedy baseline, failed), if so."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

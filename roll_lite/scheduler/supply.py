@@ -1,5 +1,4 @@
-"""Policies ("supplies") that limit how far generation runs ahead of training: how many batches may start, given how many training has
-requested and received."""
+"""Supplies: policies that limit how many batches may have started, given how many training has requested and received."""
 
 from __future__ import annotations
 
@@ -33,14 +32,13 @@ class Supply(Protocol):
         ...
 
     def batches(self, batches_requested: int, handed_out: int) -> int:
-        """Return how many batches may have started prompts once training has requested `batches_requested` batches and received
-        `handed_out`."""
+        """Return how many batches may have started once training has requested `batches_requested` and got `handed_out`."""
         ...
 
 
 @dataclass(frozen=True)
 class Synchronous:
-    """Starts a batch's prompts when training requests the batch; training waits for it."""
+    """Starts a batch's prompts when training requests it; training waits."""
 
     max_staleness: int = 0
     whole_batches: ClassVar[bool] = True
@@ -62,7 +60,7 @@ class OneStepOff:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Starts new prompts as earlier ones end. At most max_staleness + 1 batches are started but not trained: no group becomes too old."""
+    """Starts new prompts as earlier ones end: at most max_staleness + 1 batches are started but not trained."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = False
@@ -83,7 +81,7 @@ class Pacing:
     supply: Supply = Synchronous()
     on_sync: OnSync = OnSync.PAUSE
     oversample: float = 1.0
-    """Prompts started for a batch, as a multiple of its size (synchronous supply only)."""
+    """Prompts started for a batch, as a multiple of its size (`rollout.supply: sync`)."""
     engines_rest: bool = False
     """True if engines are offloaded between batches, after interrupting all responses."""
 
@@ -100,7 +98,7 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""A log-prob pass during generation starts when 1/LEAST_SHARE of a batch's groups have finished since the last pass."""
+"""Divisor: log-prob passes during generation start when 1/LEAST_SHARE of a batch's groups have finished since the last."""
 
 
 def least_early(prompts_per_step: int) -> int:

@@ -23,8 +23,8 @@ from roll_lite.scheduler.engines import Asked
 class SavedTurn:
     """Response in an unfinished episode; partial if its finish reason is ABORT.
 
-    `number`: unique in the sample. `given`: number of new tokens that the response answers; `given_ids`: their ids (int32). `after`: number
-    of the response that these tokens follow; None: they are a prompt.
+    `number`: unique in the sample. `given`: number of new tokens that it answers; `given_ids`: their ids (int32). `after`: number of the
+    response that they follow; None: they are a prompt.
     """
 
     number: int
@@ -32,7 +32,7 @@ class SavedTurn:
     given: int
     turn: Turn
     branches: bool
-    """True if the response starts a new training row: another response already follows the response `after`."""
+    """True if the response starts a new training row, because another already follows `after`."""
     given_ids: bytes = b""
     limits: tuple[int | None, tuple[str, ...]] | None = None
     """The request's own maximum of tokens and stop strings; None: any."""
@@ -40,19 +40,19 @@ class SavedTurn:
 
 @dataclass(frozen=True)
 class SavedSample:
-    """State of a sample in a checkpoint: its tokens so far, and its score if the sample is complete."""
+    """State of a sample in a checkpoint: tokens so far, and the score if complete."""
 
     attempt: int
     transcript: Transcript
     outcome: SampleOutcome | None = None
-    """Outcome; None if the sample waits for its score or is still in its first response (finish reason ABORT)."""
+    """Outcome; None in the first response (finish reason ABORT) and while waiting for the score."""
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False
     turns: tuple[SavedTurn, ...] = ()
     """Responses so far of an unfinished episode.
 
-    After a resume each is returned again, or continues if partial, if the environment sends the same request in the same place of the
+    After a resume, they are returned or, if partial, continued when the environment sends the same request at the same place of the
     conversation.
     """
 
@@ -78,8 +78,8 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Pieces(NamedTuple):
-    """Tokens of a response under way: those of the current request (context and prompt), followed by those of the `parts` generated for
-    it. After an interruption, the request's context includes the earlier part of the response."""
+    """Tokens of a response in progress: its request's (context, prompt), then its `parts`. After an interruption, the context includes the
+    earlier part of the response."""
 
     request: GenerationRequest
     parts: Sequence[TokenRow]
@@ -94,4 +94,4 @@ class Unfinished(NamedTuple):
 
     sample: SavedSample
     under_way: Mapping[int, Pieces] = {}
-    """{index of a row of the sample, or of a turn of an unfinished episode: tokens of its response under way}."""
+    """{index of a row, or of a turn in an unfinished episode: tokens of the response in progress}."""

@@ -24,8 +24,7 @@ class Validation:
         ended: Callable[[], None],
         first_group: int = 0,
     ) -> None:
-        """`ended()` is called when a group ends. `samples`: samples per prompt. `first_group`: first group number, unique over
-        validations."""
+        """`ended()` is called when a group ends. `samples`: per prompt. `first_group`: first group number, unique over validations."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
         self._samples = samples
@@ -42,7 +41,7 @@ class Validation:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, most: float) -> None:
-        """Start prompts until `most` samples run or wait for a reward worker. If no sample is unfinished, start at least one prompt."""
+        """Start prompts until `most` samples run or wait for a reward worker; at least one if no sample is unfinished."""
         while self._left and (not self._unfinished or self._with_engines + self._samples <= most):
             number, (name, index) = self._left.popleft()
             domain = self._domains[name]
@@ -93,7 +92,7 @@ class Validation:
             self._over.set_exception(error)
 
     async def groups(self) -> list[SampleGroup]:
-        """Return all groups in order. Raises DomainFailed if a domain has no accepted sample."""
+        """Return all groups in order. DomainFailed if a domain has no accepted sample."""
         try:
             if self._total:
                 await self._over

@@ -27,19 +27,19 @@ from roll_lite.workers.objectives import ActorLoss
 
 @dataclass(frozen=True)
 class CreditReport:
-    """Advantages that one rank has computed, with their metrics: `sums` add up over ranks, `peaks` are minima and maxima."""
+    """Advantages and metrics of one rank: `sums` add up over ranks, `peaks` are extremes."""
 
     block: Block
     sums: dict[str, float]
     peaks: dict[str, float]
     advantages: dict[int, float] = field(default_factory=dict)
-    """{sample number: mean advantage of the sample's policy tokens}."""
+    """{sample number: mean advantage of its policy tokens}."""
     mismatch: SampleSums = field(default_factory=dict)
     """Log-prob differences between engine and trainer; empty if not measured before the updates."""
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
-"""{algorithm.routing_replay: batch column with the MoE experts that training updates reuse}; None: the router chooses anew."""
+"""{algorithm.routing_replay: batch column with the MoE experts that training reuses}; None: the router chooses anew."""
 
 
 def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
@@ -79,7 +79,7 @@ class ActorWorker(ModelWorker):
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Compute advantages and the critic's targets. All head ranks (one per data parallel rank) must call it."""
+        """Compute advantages and the critic's targets. All head ranks must call it."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)
@@ -99,7 +99,7 @@ class ActorWorker(ModelWorker):
         return [path.name for path in self.strategy.save_adapters(folder)]
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
-        """Train on every mini-batch of every epoch, until an update moves the policy too far (early_stop_kl)."""
+        """Train on every mini-batch of every epoch; stop when an update moves the policy too far (early_stop_kl)."""
         loss = replace(self.loss, kl_coef=kl_coef)
         updates: list[Update] = []
         for update in self._train(share, loss):
@@ -137,7 +137,7 @@ class ActorWorker(ModelWorker):
 
 
 class AdaptedActorWorker(ActorWorker):
-    """Actor that trains LoRA adapters. With the adapters off, it also computes the reference's log-probs."""
+    """Actor with LoRA adapters. With the adapters off, it computes the reference's log-probs."""
 
     computes: ClassVar[Mapping[str, str]] = {**ReferenceWorker.computes, **ActorWorker.computes}
 
@@ -163,7 +163,7 @@ def transferred(transfer: Callable[[], None]) -> Transferred:
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
-    """Return True if an update's mean KL per token exceeds the limit or is NaN; equal on all ranks."""
+    """True if an update's mean KL per token exceeds the limit or is NaN; equal on all ranks."""
     if limit is None:
         return False
     kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))
@@ -171,5 +171,5 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
 
 
 def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """Drop the metrics of log-prob mismatch between engine and trainer. After an update, they include the update's effect."""
+    """Drop the metrics of log-prob mismatch between engine and trainer: after an update they include its effect."""
     return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}

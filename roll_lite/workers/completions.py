@@ -1,4 +1,4 @@
-"""Pass requests to an inference engine; return its responses, with tokens in token blocks (tables with a row per sample)."""
+"""Pass requests to an engine; return responses, with tokens in token blocks (tables with a row per sample)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, context_record, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
-"""Dummy first token of each piece of an unfinished response. Token blocks store no log-prob for a row's first token: without the dummy, a
-real token's would be lost."""
+"""Dummy first token of each piece of an unfinished response: token blocks store no log-prob for a row's first token."""
 
 
 TURN_LINGER_S = 0.005
-"""Maximum seconds that `collect` waits for more completions while environments wait for responses; short, since every turn waits as
-long."""
+"""Maximum seconds that `collect` waits for more completions while environments wait: every turn waits as long."""
 
 
 class _Ready(NamedTuple):
@@ -62,7 +60,7 @@ class CompletionPump:
         self._running: set[asyncio.Future[Completion]] = set()
 
     async def submit(self, requests: Sequence[GenerationRequest], frozen: bool) -> None:
-        """Give requests to the engine. `frozen`: pause the engine until it has all requests, so that batches are reproducible."""
+        """Give requests to the engine. `frozen`: pause it until it has all, so that batches are reproducible."""
         self._before |= {request.request_id: [TokenRecord.given(request.prompt_ids)] for request in requests}
         self._entering.update(request.request_id for request in requests)
         self._wanted.update(request.request_id for request in requests if request.wants_ids)
@@ -87,8 +85,7 @@ class CompletionPump:
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
-        """Return the request with the tokens of earlier turns before its prompt. If these tokens are lost, fail the request and return
-        None."""
+        """Prepend the tokens of earlier turns to the prompt. If they are lost, fail the request and return None."""
         if request.context is None:
             return request
         try:
@@ -140,8 +137,8 @@ class CompletionPump:
             await asyncio.wait(self._running)
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Return completions and progress since the last call, and at most `most_blocks` token blocks. Wait up to `max_wait_s` for a
-        completion, then up to `linger_s` for more."""
+        """Return completions, progress and up to `most_blocks` token blocks since the last call. Wait up to `max_wait_s` for a completion,
+        then `linger_s` for more."""
         if not self._ready and not self._generated and self._strategy.life.failure is None:
             self._changed.clear()
             try:

@@ -24,8 +24,8 @@ from roll_lite.workers.credit_inputs import CreditInputs, SampleTable, users_adv
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""Function that all-gathers over data-parallel ranks. It takes this rank's tensor [rows, n] and returns all ranks' tensors in rank order.
-Ranks may have different numbers of rows."""
+"""Function that all-gathers over data-parallel ranks: from this rank's [rows, n] to all ranks' tensors in rank order. Row counts may
+differ."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Credit:
     advantages: torch.Tensor
     returns: torch.Tensor | None
     kl: torch.Tensor | None
-    """KL(policy || reference) per token, without coefficient; None without KL penalty in the reward."""
+    """KL(policy || reference) per token, without coefficient; None without KL in the reward."""
     rewards_per_row: torch.Tensor
-    """[B] float64: the sample's score (only in its first row) minus coef * KL. A sample's rows thus add up to its reward."""
+    """[B] float64: score (in the sample's first row only) minus coef * KL: a sample's rows add up to its reward."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
-    """Return True if a forward pass before the updates measures entropy and mismatch with the engine."""
+    """True if a forward pass before the updates measures entropy and engine mismatch."""
     return OLD_COLUMN[algorithm.old_log_probs] == "old_log_probs"
 
 
@@ -65,12 +65,11 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Compute advantages and the critic's targets from the columns of `credit_columns`. All head ranks (one per data parallel rank) must
-    take part."""
+    """Compute advantages and the critic's targets from `credit_columns`. All head ranks must take part."""
 
     def whitening(moments: torch.Tensor) -> tuple[float, float]:
-        """Map the moments of this rank's rows to (mean, 1 / standard deviation) over all ranks' training tokens. Rows with non-finite
-        moments do not count."""
+        """Return (mean, 1 / standard deviation) over all ranks' training tokens, without rows with non-finite moments. `moments`: of this
+        rank's rows."""
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
         return formulas.mean_and_scale(formulas.merged_moments(torch.cat(gather(mine[None]))))
 
@@ -108,7 +107,7 @@ class Turns(NamedTuple):
     """Index in the mask of each response's first token; `ends`: index after its last token."""
     ends: list[int]
     states: torch.Tensor
-    """[turns] float64: hash of the tokens between the previous response (or the start) and this response."""
+    """[turns] float64: hash of the tokens since the previous response, or the start."""
     rewards: torch.Tensor
     """[turns] float64: reward of each turn, without KL."""
 
@@ -131,11 +130,11 @@ class CreditTask:
         """[B] float64: reward of each row's sample, without KL."""
         self.subtracts_kl = kl is not None
         self.dense_rewards = None if kl is None else kl * -kl_coef
-        """[B, T-1] float32: rewards of all turns except the last, minus coef * KL; None without turn rewards and KL."""
+        """[B, T-1] float32: rewards of all turns but the last, minus coef * KL; None without turn rewards and KL."""
         self.turn_rewards: torch.Tensor | None = None
-        """[B, T-1]: rewards of all turns except the last; None if turns are not rewarded."""
+        """[B, T-1]: rewards of all turns but the last; None without turn rewards."""
         self.last_token_reward = self.score
-        """[B] reward on the last token: the score minus the rewards of earlier turns."""
+        """[B]: the score minus the rewards of earlier turns."""
         if "turn_rewards" in rows.columns:
             paid = rows.columns["turn_rewards"].masked_fill(~rows.mask, 0.0) * scale
             last = formulas.last_policy_token(rows.mask)
@@ -223,7 +222,6 @@ def _reinforce(task: CreditTask, gamma: float, discount: str) -> Estimate:
 
 
 def _reinforce_plus_plus(task: CreditTask, gamma: float, discount: str, baseline: str) -> Estimate:
-    """Return REINFORCE advantages of token rewards. `baseline` "group": subtract the group's mean score from the score."""
     last_token_reward = task.last_token_reward
     if baseline == "group":
         samples = task.global_samples()
@@ -300,7 +298,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "remax": _remax,
     "custom": _custom,
 }
-"""Advantage estimators by their `name` in the configuration. Settings beside `name` become keyword arguments."""
+"""Advantage estimators by `name` in the configuration. Other settings become keyword arguments."""
 
 ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",), "gigpo": ("input_ids",)}
 ALWAYS_WHITENED = ("reinforce_plus_plus",)
@@ -312,7 +310,7 @@ ALWAYS_WHITENED = ("reinforce_plus_plus",)
 def credit_metrics(
     rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int
 ) -> tuple[dict[str, float], dict[str, float], SampleSums]:
-    """Return (metric sums, peaks, log-prob differences between engine and trainer by sample). Peaks are minima and maxima."""
+    """Return (metric sums, peaks, log-prob differences between engine and trainer by sample)."""
     mask = rows.mask & (rows.columns["train_weight"] > 0)[:, None]
 
     def column(name: str) -> torch.Tensor:

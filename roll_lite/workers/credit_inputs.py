@@ -1,4 +1,4 @@
-"""Inputs of a user's advantage estimator, and the check of its result."""
+"""Inputs of a user's advantage estimator, and check of its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WHERE = "algorithm.advantage.function"
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Table of all samples of the global batch, including samples that do not train. Tensors are [N], except `local`."""
+    """Table of all samples of the global batch, even if they do not train. Tensors are [N], except `local`."""
 
     rewards: torch.Tensor
     """float64: reward after shaping, minus coef * KL of the sample."""
@@ -28,12 +28,12 @@ class SampleTable:
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: torch.Tensor
-    """[B] int64: index in this table of each local row's sample. `everyone.rewards[everyone.local]` are the rows' rewards."""
+    """[B] int64: index here of each local row's sample. `everyone.rewards[everyone.local]` are the rows' rewards."""
 
 
 @dataclass(frozen=True)
 class CreditInputs:
-    """Argument of a user's advantage estimator: the rank's padded rows (B may be 0). In [B, T-1] tensors, masked values are arbitrary."""
+    """Argument of a user's advantage estimator: this rank's padded rows (B may be 0). Masked values in [B, T-1] are arbitrary."""
 
     token_rewards: torch.Tensor
     """[B, T-1] float64: the reward on the last policy token, minus coef * KL on every policy token."""
@@ -57,7 +57,7 @@ class CreditInputs:
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call the user's estimator. Return advantages and the critic's targets (None without a critic), [B, T-1], 0 where masked. One number
-    per row counts for all policy tokens of the row."""
+    per row counts for its policy tokens."""
     result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
     pair = isinstance(result, tuple)
     if inputs.values is not None and not (pair and len(result) == 2):

@@ -22,18 +22,18 @@ from roll_lite.distributed.worker import AsyncWorker, reserve_port, use_interfac
 
 WATCH_SECONDS = 0.25
 LAST_SECONDS = 5.0
-"""Seconds that an engine's actors on further nodes have to shut down before they are killed."""
+"""Seconds for an engine's actors on further nodes to shut down before they are killed."""
 
 
 def own_address() -> str:
-    """Return the address at which other nodes reach this one, and make gloo use its network interface."""
+    """Return the address at which other nodes reach this one, and make gloo use its interface."""
     address = ray.util.get_node_ip_address()
     use_interface_of(address)
     return address
 
 
 class EnginePartWorker(AsyncWorker):
-    """Part of an engine on one of its further nodes. It ends when the InferWorker that created it ends."""
+    """Part of an engine on a further node. It ends with the InferWorker that created it."""
 
     lives_alone: ClassVar[bool] = True
     _watching: asyncio.Task[None] | None = None
@@ -75,7 +75,7 @@ class EngineParts:
         """Further nodes of the engine; empty until it has started."""
 
     async def start(self, engine: Awaitable[None]) -> None:
-        """Start the actors on further nodes together with `engine` (the first node's part), since each waits for the others."""
+        """Start the actors on further nodes together with `engine` (the first node's part): each waits for the others."""
         make = ray.remote(EnginePartWorker)
         numbered = list(enumerate(self._options, start=1))
         self._actors = [make.options(**own).remote(self.spec, replace(self._node, number=number)) for number, own in numbered]
@@ -93,8 +93,8 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Watch the actors while they start. If one dies, kill this node's engine processes, which would wait forever. Runs in a thread: a
-        starting engine may block the event loop."""
+        """Watch the starting actors. If one dies, kill this node's engine processes, which would wait forever. Runs in a thread: a starting
+        engine may block the event loop."""
         pending = list(started)
         while pending and not self._start_is_over.is_set():
             ready, pending = ray.wait(pending, timeout=1.0)

@@ -1,4 +1,4 @@
-"""Environment workers: processes that play episodes, and their pool in the rollout service."""
+"""Environment workers, which play episodes, and their pool in the rollout service."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EnvironmentWorker:
         self._name = name
 
     async def prepare(self) -> tuple[list[int], str | None]:
-        """Import the environment and load the tokenizer. Return token ids of CANNED_RESPONSE, and a note for the user."""
+        """Import the environment and load the tokenizer. Return the token ids of CANNED_RESPONSE, and a note for the user."""
         tokenizer = load_tokenizer(self._model)
         host = ray.util.get_node_ip_address()
         path = f"domains.{self._name}"
@@ -55,7 +55,7 @@ class EnvironmentWorker:
         self._player.tell(orders)
 
     async def events(self) -> tuple[list[Event], int]:
-        """Return events since the last call, and the number of calls that hang in threads."""
+        """Return events since the last call, and the number of calls hanging in threads."""
         return await self._player.events(POLL_SECONDS), self._player.stuck
 
     async def place(self) -> Place:
@@ -65,14 +65,14 @@ class EnvironmentWorker:
 class _Lost(NamedTuple):
     cause: str
     alone: bool
-    """True if no other episode's environment was working in the lost process: this episode may have killed the process."""
+    """True if no other episode's environment was working in the lost process: this one may have killed it."""
 
 
 @dataclass(eq=False)
 class _Running:
     events: asyncio.Queue[Event | _Lost | BaseException]
     since: float | None
-    """Time at which the environment began to work on a response; None while the policy responds."""
+    """Time at which the environment began to work; None while the policy responds."""
     asks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -93,7 +93,7 @@ class PooledEnvironment(ActorMember):
         self.canned_ids, self.note = await self.prepare()
 
     def tell(self, order: Begin | Answer | Cancel) -> None:
-        """Queue an order. Orders of one turn of the event loop are sent in a single call."""
+        """Queue an order. Orders of one event loop turn are sent in a single call."""
         if not self._orders:
             asyncio.get_running_loop().call_soon(self._send)
         self._orders.append(order)
@@ -105,11 +105,11 @@ class PooledEnvironment(ActorMember):
 
 
 class EnvironmentPool:
-    """Plays the episodes of one domain, each in the worker with the fewest. Episodes of a lost worker start again."""
+    """Plays one domain's episodes, each in the worker with the fewest. Episodes of a lost worker start again."""
 
     def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
-        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs, where all samples must wait before any
-        request is sent."""
+        """`limited`: at most `parallel` episodes per worker; not in deterministic runs, where all samples must wait before any request is
+        sent."""
         assert domain.environment is not None
         self._domain = domain
         self._settings = domain.environment
@@ -189,7 +189,7 @@ class EnvironmentPool:
             running.events.put_nowait(error)
 
     async def problem(self, prompts: Sequence[Prompt]) -> str | None:
-        """Play episodes with canned responses. Return an error message if all fail; a single failure may be a bad row."""
+        """Play episodes with canned responses. Return an error if all fail; one failure may be a bad row."""
         causes = await asyncio.gather(*map(self._trial_failure, prompts))
         if not all(causes):
             return None

@@ -31,13 +31,12 @@ T = TypeVar("T")
 
 WATCH_SECONDS = 0.5
 LAST_SECONDS = 2.0
-"""Seconds for a dead engine's clean-up before its end is reported."""
+"""Seconds for a dead engine's clean-up before its loss is reported."""
 PULSE_SECONDS = 2.0
 """Seconds between a heartbeat's answer and the next heartbeat."""
 MOST_BLOCKS = 32
-"""Maximum token blocks (tables of samples' tokens) per call."""
 POLL_SECONDS = 10.0
-"""Maximum seconds that a call for completions waits for the first one."""
+"""Maximum seconds that `collect` waits for a completion."""
 
 
 async def fetch_block(reference: Any) -> DataProto:
@@ -54,7 +53,7 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """`parts[replica]`: for a replica that spans nodes, the Ray options of its actors on the further nodes."""
+        """`parts[replica]`: Ray options of the replica's actors on further nodes."""
         super().__init__()
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
@@ -70,8 +69,7 @@ class InferWorker(AsyncWorker):
         await self._strategy.preload()
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> Place:
-        """Start the engine if this is the replica's turn (rank % turns == turn). Engines on one GPU take turns, since each measures the
-        free memory."""
+        """Start the engine in this replica's turn (rank % turns): engines on one GPU take turns, since each measures free memory."""
         if self.rank % turns != turn:
             return await self.place()
         if self._parts is None:
@@ -114,8 +112,8 @@ class InferWorker(AsyncWorker):
         await self._pump.submit(requests, frozen)
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
-        """Return completions since the last call, then `most_blocks` token blocks, padded with None. The caller owns them, so that they
-        outlive this process."""
+        """Return completions since the last call, then `most_blocks` token blocks, padded with None. The caller owns them, beyond this
+        process's life."""
         collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
         return collected, *blocks, *[None] * (most_blocks - len(blocks))
 
@@ -133,7 +131,7 @@ class InferWorker(AsyncWorker):
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
-        """Update the engine's weights. If an update breaks off after weights changed, the engine stays frozen until a complete update."""
+        """Update the engine's weights. If this breaks off after weights changed, the engine stays frozen until a complete update."""
         self._version = version
         return await self._transferred(self._strategy.update_weights(routes, version))
 
@@ -143,8 +141,8 @@ class InferWorker(AsyncWorker):
     # ------------------------------------------------------------ life
 
     async def trace(self, folder: Path | None) -> list[str]:
-        """Start a profile of the engine's workers or, with `folder`, stop and write it there. Return an error text for each worker, empty
-        on success."""
+        """Start a profile of the engine's workers or, with `folder`, stop and write it. Return an error text per worker, empty on
+        success."""
         return await self._of_engine(self._strategy.trace(None if folder is None else f"{folder}/{self.role}-{self.rank}"))
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:
@@ -181,8 +179,7 @@ class InferWorker(AsyncWorker):
     async def _of_engine(self, work: Awaitable[T]) -> T:
         """Await work of the engine. If it fails, give up the engine and raise MemberLost.
 
-        Two kinds of error of a living engine are raised unchanged: TransferError, and errors before the first weight update, which all
-        engines would raise.
+        A living engine's TransferError is raised unchanged, as are errors before the first weight update, which all engines would raise.
         """
         try:
             return await work
@@ -195,18 +192,17 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Member of the rollout service's Fleet for one engine number. `engine` is the current engine with this number: after a loss, the
-    replacement."""
+    """Fleet member for one engine number. `engine`: the current one with this number, after a loss the replacement."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
         self.name = engine.name
         self.engine = engine
         self.successors: asyncio.Queue[RemoteEngine | MemberLost] = asyncio.Queue()
-        """Replacements that have started; MemberLost if no replacement will come."""
+        """Replacements that have started; MemberLost if none will come."""
         self._is_first = not is_absent
 
     async def start(self) -> None:
-        """Wait until the engine or, after a loss, a replacement has started. Raise MemberLost if none will come."""
+        """Wait until the engine or, after a loss, a replacement has started; MemberLost if none will come."""
         if self._is_first:
             self._is_first = False
             await self.engine.start()
@@ -225,8 +221,8 @@ class EngineSeat:
 
 
 class RemoteEngine(BatchedEngine):
-    """Client of an InferWorker. If the worker's process dies, the pending `collect` fails at once. `silence_s`: seconds without an answer
-    until the worker counts as lost; None: unlimited."""
+    """Client of an InferWorker. If its process dies, the pending `collect` fails at once. `silence_s`: seconds without an answer after
+    which it counts as lost; None: unlimited."""
 
     def __init__(self, name: str, worker: Any, frozen_admission: bool = False, silence_s: float | None = None) -> None:
         super().__init__(name, frozen_admission)
@@ -245,7 +241,7 @@ class RemoteEngine(BatchedEngine):
             return cause_of(error)
 
     async def _until_silent(self) -> str:
-        """Wait for an unanswered heartbeat; return the cause of loss. A living worker answers even during long prefills."""
+        """Wait for an unanswered heartbeat; return the cause of loss. Living workers answer even during long prefills."""
         limit_s = await self._heartbeat.until_silent()
         return f"nothing was heard of its process for {self.silent_s:.1f} s (limits.engine_silence: {limit_s:g} s)"
 
@@ -263,7 +259,7 @@ class RemoteEngine(BatchedEngine):
         super().fail(cause)
 
     def kill(self) -> None:
-        """Kill the worker, even if SIGSTOP has stopped it: resumed later, it would serve old weights."""
+        """Kill the worker, even if stopped by SIGSTOP: resumed later, it would serve old weights."""
         kill_actors([self._worker], [self._place])
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:

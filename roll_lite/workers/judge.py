@@ -1,4 +1,4 @@
-"""LLM judges of the run: vLLM's OpenAI-compatible server in a separate process, restarted when it dies."""
+"""LLM judges of the run: vLLM's OpenAI-compatible server in its own process, restarted when it dies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
 
 
 class JudgeServer:
-    """Process of a judge's server. This object reserves the port, so that restarts keep it."""
+    """Process of a judge's server. It reserves the port, which restarts keep."""
 
     def __init__(self, name: str, config: JudgeServerConfig) -> None:
         self.name = "the judge's server"
@@ -72,7 +72,7 @@ class JudgeServer:
         return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name)
 
     async def take_over(self, address: JudgeAddress) -> None:
-        """Take over the address of a lost worker's server, because reward workers know no other address."""
+        """Take over the address of a lost worker's server: reward workers know no other."""
         host, port = address.urls[0].removeprefix("http://").removesuffix("/v1").rsplit(":", 1)
         if host != self._host:
             raise MemberLost(f"{self.name} is lost with its node, and rewards know no other address than {address.urls[0]}")
@@ -152,7 +152,7 @@ class JudgeWorker(AsyncWorker):
         return self._server.address
 
     async def initialize(self, before: Sequence[JudgeAddress] | None = None) -> None:
-        """Start the server. `before`: if the judge restarts, its former addresses, by rank; the server takes over its rank's."""
+        """Start the server. `before`: after a restart, the judge's former addresses by rank; its own is taken over."""
         if before is not None:
             await self._server.take_over(before[self.rank])
         await self._fleet.start()

@@ -32,7 +32,7 @@ from roll_lite.workers.objectives import ActorLoss, CriticLoss
 from roll_lite.workers.phases import PhaseWork, RankPhases, RankWork
 
 HISTORY_ENTRIES = 100_000
-"""Number of latest allocations that profile.memory_history keeps, at several KB of host memory each."""
+"""Latest allocations that profile.memory_history keeps, at several KB of host memory each."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """Part of a training step for one data parallel rank: its rows (`shard`), and the samples of each mini-batch."""
+    """Part of a training step for one data parallel rank: its rows (`shard`) and its samples of each mini-batch."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
     supervised: list[DataProto] = field(default_factory=list)
-    """Supervised rows for each mini-batch; empty without algorithm.ptx."""
+    """Supervised rows by mini-batch; empty without algorithm.ptx."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,20 @@ class Update:
     ratios: np.ndarray | None = None
     """Histogram of the log-ratios of new to old policy, [domains, bins]; None for the critic."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Log-prob differences between engine and trainer; empty in all updates but the first, or if measured before training."""
+    """Log-prob differences between engine and trainer; in the first update, if not measured before training."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """{sample number: loss} of this rank's rows, to find faulty rows; only in the first of consecutive non-finite updates."""
+    """{sample number: loss} of this rank's rows, to find faulty ones; in the first of consecutive non-finite updates."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
-    """Return the columns that optimizer steps read. `if_there`: columns read only if the batch has them."""
+    """Return the columns that optimizer steps read. `if_there`: columns read if the batch has them."""
     of_loss = [name for name in loss_columns if name != "loss_weight"]
     return Columns(reads=("input_ids", "response_mask", "domain_number", *of_loss), if_there=tuple(if_there))
 
 
 class ModelWorker(Worker):
     computes: ClassVar[Mapping[str, str]] = {}
-    """{batch column that this role can compute: name of the model output that fills it}."""
+    """{batch column that this role can compute: model output that fills it}."""
     forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 
@@ -171,7 +171,7 @@ class ModelWorker(Worker):
         keep_only(folder, names)
 
     def _share_of_node(self, items: Sequence[str]) -> Sequence[str]:
-        """Divide `items` among the ranks of this node; return this rank's share. All ranks must call this, with equal `items` on a node."""
+        """Divide `items` among this node's ranks; return this rank's share. All ranks must call this, with equal `items` on a node."""
         nodes: list[str | None] = [None] * self.world_size
         dist.all_gather_object(nodes, Place.here().node)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
@@ -182,7 +182,7 @@ class ModelWorker(Worker):
 
     @ray.method(num_returns=2)
     def copy_state(self, room: float) -> tuple[int, StateCopy | None]:
-        """Return the size of this rank's state in bytes and, unless it exceeds `room`, a copy."""
+        """Return the size of this rank's state in bytes, with a copy unless it exceeds `room`."""
         copy = self.strategy.copy_state()
         size = sum(array.nbytes for array in copy[0])
         return size, copy if size <= room else None
@@ -191,7 +191,7 @@ class ModelWorker(Worker):
         self.strategy.load_copy(ray.get(copies[self.rank]))
 
     def file_records(self, folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-        """Return sizes and checksums of this rank's share of the files: every world_size-th file."""
+        """Return sizes and checksums of every world_size-th file: this rank's share."""
         return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
     def save_hf(self, folder: Path, average: bool = False) -> dict[str, int]:
@@ -216,7 +216,7 @@ class ModelWorker(Worker):
         self.strategy.load_hf(folder)
 
     def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
-        """Compute columns of this rank's rows; return None except on head ranks (one per data parallel rank)."""
+        """Compute columns of this rank's rows; None except on head ranks."""
         batch = shard.materialize()
         found = self.forward_pass(batch, columns)
         return None if found is None else put_block(DataProto({"sample": batch.tensor("sample"), **found}))
@@ -256,7 +256,7 @@ class ModelWorker(Worker):
         work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
-        """Recompute each row's loss, by sample, after a non-finite update was skipped. Empty on all but head ranks."""
+        """Recompute each row's loss, by sample, after a skipped non-finite update; empty except on head ranks."""
         plan = self.strategy.plan(rows.lengths, self._forward_budget(loss_fn.outputs))
         found = self.strategy.forward(rows, loss_fn.outputs, plan)
         if found is None:

@@ -1,5 +1,5 @@
-"""Losses of actor and critic: a micro-batch's loss, sum(loss_weight * token loss), and metric sums that add up over micro-batches and
-ranks. `<name>#<number>` is the metric of one domain. Masked entries, even NaN, count as 0."""
+"""Losses of actor and critic: a micro-batch's loss, sum(loss_weight * token loss), and metric sums, which add up over micro-batches and
+ranks. `<name>#<number>`: metric of one domain. Masked entries, even NaN, count as 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from roll_lite.data.user_function import load_function
 OldLogProbs = Literal["recompute", "current", "rollout"]
 
 OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "current": None, "rollout": "rollout_log_probs"}
-"""{algorithm.old_log_probs: column with the policy ratio's denominator}. None: detached log-probs of the training forward pass."""
+"""{algorithm.old_log_probs: column with the policy ratio's denominator}. None: detached log-probs of the training forward."""
 
 
 @dataclass(eq=False)
@@ -38,20 +38,20 @@ class ActorLoss:
 
     policy_loss: PolicyLossConfig = field(default_factory=PpoLossConfig)
     mismatch_correction: MismatchCorrectionConfig | None = None
-    """Correction whose weights multiply the policy loss, but not KL and entropy."""
+    """Correction whose weights multiply the policy loss, not KL and entropy."""
     kl_coef: float = 0.0
     kl_estimator: KlEstimator | Literal["full"] = "k3"
     kl_unbiased_gradient: bool = False
     entropy_coef: float = 0.0
     old_log_probs: OldLogProbs = "recompute"
     measure_entropy: bool = True
-    """True: compute the entropy for its metric, even without a bonus."""
+    """True: compute the entropy as a metric, even without a bonus."""
     domains: int = 1
     """Number of domains; rows without domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
     mismatch: RowSums = field(init=False)
     peaks: Peaks = field(init=False)
-    """Maxima and minima over micro-batches: mismatch/max, and the largest and smallest ratio of new to old policy."""
+    """Extremes over micro-batches: mismatch/max, largest and smallest ratio of new to old policy."""
     ratios: RatioHistogram = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class ActorLoss:
         return loss.sum(), metrics
 
     def _given_columns(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return the optional arguments of the user's loss function: {name: [B, T-1]}, 0 where masked. Only the entropy has a gradient."""
+        """Return the optional arguments of the user's loss, {name: [B, T-1]}, 0 where masked. Only the entropy has a gradient."""
         columns = micro_batch.columns if outputs.entropy is None else {**micro_batch.columns, "entropy": outputs.entropy}
         return {name: columns[name].masked_fill(~micro_batch.mask, 0.0) for name in self.given}
 
@@ -191,7 +191,7 @@ def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """Clipped value loss. The column `values` holds the values before the updates, from which advantages were computed."""
+    """Clipped value loss. The column `values` holds the values before the updates."""
 
     clip: float | None = 0.2
     domains: int = 1
@@ -249,7 +249,7 @@ USERS_LOSS = "algorithm.policy_loss.function"
 
 
 def optional_loss_inputs(config: PolicyLossConfig) -> tuple[str, ...]:
-    """Return the inputs in GIVEN_TO_LOSSES that the user's function has as parameters."""
+    """Return the entries of GIVEN_TO_LOSSES that the user's function has as parameters."""
     if not isinstance(config, CustomLossConfig):
         return ()
     parameters = list(signature(_users_function(config)).parameters.values())[1:]

@@ -23,7 +23,7 @@ PEAK_TFLOPS = {
     "B200": 2250.0,
     "MI300X": 1307.0,
 }
-"""Dense bfloat16 TFLOP/s by part of the device's name (first match), from data sheets, without sparsity."""
+"""Dense bfloat16 TFLOP/s by part of the device's name (first match wins), from data sheets, without sparsity."""
 
 REMEDIES = {
     "train": "lower {role}.train_micro_batch_tokens, set {role}.strategy.recompute: full or {role}.optimizer.on_host: true; ",
@@ -32,7 +32,7 @@ REMEDIES = {
 }
 """{phase: settings to change if GPU memory runs out in it}."""
 SHARED = "set offload: true for roles that share the GPU, lower actor_infer.strategy.gpu_memory_utilization, or give {role} more devices"
-"""Advice for running out of GPU memory in any phase, appended to the phase's own in REMEDIES."""
+"""Advice for any phase, appended to the phase's own in REMEDIES."""
 
 
 @dataclass
@@ -42,10 +42,10 @@ class PhaseWork:
     runs: list[tuple[float, float]] = field(default_factory=list)
     """(start in wall clock time, seconds) of each run of the phase."""
     tokens: float = 0.0
-    """Number of tokens, prompts included. A data parallel replica's ranks share its tokens equally; the same holds for `flops`."""
+    """Number of tokens, prompts included, shared equally by a data parallel replica's ranks, as are `flops`."""
     flops: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
-    """Maximum bytes over the phase's runs: "allocated" and "reserved" GPU memory, and "resident" host memory at a run's end."""
+    """Maximum bytes over the phase's runs: "allocated" and "reserved" GPU memory; "resident" host memory at a run's end."""
 
     moved: Counter[str] = field(default_factory=Counter)
     """Bytes that loads and offloads moved: "in" (to the device), "out" (to the host), "freed" (on the device)."""
@@ -59,10 +59,10 @@ RankWork = dict[str, PhaseWork]
 
 
 class RankPhases:
-    """Measures time and memory of this rank's phases, such as log_probs or train. Phases do not nest."""
+    """Measures time and memory of this rank's phases (log_probs, train, ...). Phases do not nest."""
 
     def __init__(self, name: str, snapshots: Path, loaded: Callable[[], Sequence[str]] = tuple) -> None:
-        """`name`: ROLE-RANK. `loaded`: returns the state groups on the device. When GPU memory runs out, a snapshot is written to
+        """`name`: ROLE-RANK. `loaded`: returns the state groups on the device. Out of GPU memory, a snapshot goes to
         `snapshots`/`name`.pickle."""
         self._name = name
         self._snapshots = snapshots
@@ -71,7 +71,7 @@ class RankPhases:
 
     @contextmanager
     def of(self, phase: str) -> Iterator[PhaseWork]:
-        """Measure time and memory of a `with` block. The block adds its tokens and FLOPs to the yielded object."""
+        """Measure a block's time and memory. The block adds tokens and FLOPs to the yielded object."""
         on_gpu = torch.cuda.is_available()
         work = self._done.setdefault(phase, PhaseWork(torch.cuda.get_device_name() if on_gpu else None))
         if on_gpu:

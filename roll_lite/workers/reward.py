@@ -1,4 +1,4 @@
-"""Reward workers, small processes without torch that run reward functions, and their pool."""
+"""Reward workers (small processes without torch that run reward functions) and their pool."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, Sco
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 BATCH_SECONDS = 0.05
-"""Target seconds of one call: longer than a remote call's overhead, but short, since results wait for the whole call."""
+"""Target seconds of one call: longer than its overhead, but short, since results wait for the whole call."""
 SLICE_SECONDS = 0.5
-"""Seconds after which a call returns with finished samples: a hanging sample must not delay its batch."""
+"""Seconds after which a call returns with finished samples: a hanging one must not delay its batch."""
 MOST_SAMPLES = 64
 """Maximum samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
-"""Number of consecutive worker losses, with nothing scored in between, after which all waiting samples fail."""
+"""Consecutive worker losses, with nothing scored in between, after which all waiting samples fail."""
 
 RewardJob = ScoringJob[RewardInput, Score]
 
 
 class RewardWorker:
-    """Synchronous actor: reward functions run in its main thread. A single `async def` method would move them to another thread."""
+    """Synchronous actor: reward functions run in its main thread. A single `async def` method would move them to another."""
 
     _scorer: BatchScorer
 
@@ -70,7 +70,7 @@ class PooledWorker(ActorMember):
 
 
 class EpisodeRewards:
-    """RewardClient of a domain whose environment gives the rewards. It needs no processes."""
+    """RewardClient of a domain whose environment gives the rewards; needs no processes."""
 
     capacity = math.inf
 
@@ -86,8 +86,8 @@ class EpisodeRewards:
 
 
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
-    """RewardClient over the reward workers of one domain. A function that hangs or kills its process fails its own sample; other samples of
-    the call are scored again."""
+    """RewardClient over one domain's reward workers. A function that hangs or kills its process fails its own sample; the call's others are
+    scored again."""
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
         self._config = config
@@ -181,7 +181,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
     def _blame(self, under_way: dict[int, RewardJob], cause: str) -> None:
-        """Handle the samples of a failed call. A single sample fails; several are scored again one by one, to find the cause."""
+        """Handle the samples of a failed call. A single one fails; several are scored again one by one, to find the cause."""
         jobs = [under_way.pop(number) for number in sorted(under_way, reverse=True)]
         if len(jobs) == 1:
             self._fail(jobs, cause)

@@ -47,7 +47,7 @@ class NotInitialized(MemberLost):
 
 
 class RewardModelWorker(Worker):
-    """Rank of a reward model. If it dies, the run continues: Ray restarts the process, and the rollout service initializes it again."""
+    """Rank of a reward model. Its death does not end the run: Ray restarts it, the rollout service initializes it again."""
 
     watched: ClassVar[bool] = False
     max_restarts: ClassVar[int] = -1
@@ -69,7 +69,7 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Return each text's score, or why it cannot be scored. All ranks of a model copy must call this; only the head returns results."""
+        """Return each text's score, or why it has none. All ranks of a copy must call this; only the head returns results."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
@@ -118,8 +118,8 @@ class TextTokens:
         self._padding = raw.get("pad_token_id")
 
     def of(self, text: ScoredText) -> list[int] | str:
-        """Return token ids, or the reason why the text cannot be scored. Messages get special tokens from the chat template, plain text
-        from the tokenizer (unless it starts with BOS)."""
+        """Return token ids, or why the text cannot be scored. Messages get special tokens from the chat template, plain text from the
+        tokenizer (unless it starts with BOS)."""
         tokenizer = self._tokenizer
         try:
             if isinstance(text, str):

@@ -28,9 +28,9 @@ from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 WINDOW_SECONDS = 0.003
 """Seconds that an idle copy waits for a full batch."""
 RESTART_SECONDS = 600.0
-"""Timeout in seconds for the restarted processes to start and load the model."""
+"""Timeout in seconds for restarted processes to start and load the model."""
 HANG_SECONDS = 600.0
-"""Timeout in seconds of one batch on a model copy; longer than the timeout of one sample (`timeout_s`)."""
+"""Timeout in seconds of one batch on a copy; longer than a sample's (`timeout_s`)."""
 KILL_SECONDS = 1.0
 POLL_SECONDS = 0.25
 
@@ -60,8 +60,8 @@ def is_gone(error: BaseException) -> bool:
 
 
 class Ranks:
-    """Ranks of a reward model that restart together: all ranks with Megatron, one rank with hf. Ray restarts the processes; `start` loads
-    the model."""
+    """Ranks of a reward model that restart together: all with Megatron, one with hf. Ray restarts the processes, `start` loads the
+    model."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"
@@ -71,11 +71,10 @@ class Ranks:
         self._places: list[Place] = []
         self._are_connected = CONNECTS_RANKS[config.strategy.name]
         self._is_resident = None if config.offload else True
-        """None: unknown, since a lost rollout service may have left the model on its devices."""
+        """None: unknown, since a lost rollout service may have left the model loaded."""
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first call of `start`, which need not load the model, because the driver has. Later calls, after the loss of a
-        rank, load it."""
+        """True until the first `start`, before which the driver has loaded the model; later calls, after a loss, load it."""
         self._is_gone = False
         self._was_killed = False
 
@@ -97,7 +96,7 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Wait until a rank stops answering, and return the cause. If a rank dies or is restarted, raise MemberLost."""
+        """Wait until a rank stops answering; return the cause. MemberLost if one dies or is restarted."""
 
         async def ask() -> None:
             if await self._find_places() != self._places:
@@ -112,7 +111,7 @@ class Ranks:
         return list(await asyncio.gather(*(actor.place.remote() for actor in self._actors)))
 
     def kill(self) -> None:
-        """Kill the ranks, so that Ray restarts them. Of connected ranks all are killed, since they cannot accept a single new rank."""
+        """Kill the ranks; Ray restarts them. Connected ranks die together: they cannot accept a single new one."""
         self._was_killed = self._are_connected or not self._is_gone
         self._is_gone = False
         if self._was_killed:
@@ -136,7 +135,7 @@ class Ranks:
             raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
 
     async def move(self, to_devices: bool) -> None:
-        """Load or offload the model. Offloading ignores dead ranks: scoring the next sample will reveal them."""
+        """Load or offload the model. Offloading ignores dead ranks: the next sample reveals them."""
         async with self._moving:
             if self._is_resident == to_devices:
                 return
@@ -169,8 +168,8 @@ async def _reached(actor: Any) -> None:
 
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
-    """Client of a reward model that domains share; a batch may mix their samples. If a copy of the model loses a process, its samples fail
-    and the copy restarts."""
+    """Client of a reward model that domains share; batches may mix their samples. If a copy loses a process, its samples fail and it
+    restarts."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name
@@ -195,7 +194,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size * sum(len(ranks.copies) for ranks in self._fleet.members)
 
     async def rest(self) -> None:
-        """Wait until all samples are scored. With `offload: true`, then offload the model until the next sample."""
+        """Wait until all samples are scored. With `offload: true`, offload the model until the next one."""
         if not self._config.offload or not self._fleet.is_tended:
             return
         while self._open:
@@ -250,7 +249,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
 
 
 class RewardModelClient:
-    """RewardClient of one domain: a reward model gives the score, reward workers add further reward terms."""
+    """RewardClient of one domain: a reward model gives the score, reward workers add further terms."""
 
     def __init__(self, domain: str, config: RewardConfig, client: RewardModelPool) -> None:
         self._config = config
@@ -286,8 +285,7 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> list[str]:
-        """Return why workers and ranks were replaced since the last call. Ranks of a model that domains share count for the first
-        caller."""
+        """Return why workers and ranks were replaced since the last call. Those of a shared model count for its first caller."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else [])
 
     async def _scored(self, item: RewardInput) -> Score:

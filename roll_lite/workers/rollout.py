@@ -1,4 +1,4 @@
-"""Rollout service on Ray: one asynchronous actor with prompts, domains, router and reward workers."""
+"""Rollout service: one asynchronous Ray actor with prompts, domains, router and reward workers."""
 
 from __future__ import annotations
 
@@ -69,26 +69,26 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Batch for the driver: rows (`rows`), and references to their tokens (`blocks`)."""
+    """Batch for the driver: rows, and references to their tokens (`blocks`)."""
 
     rows: DataProto
     blocks: list[Block]
     stats: RolloutStats
     replaced: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """{"reward" or "environment": {domain: why workers were replaced since the last batch, one text each}}."""
+    """{"reward" or "environment": {domain: why workers were replaced since the last batch}}."""
     silences: list[float] = field(default_factory=list)
-    """Seconds from the last answer to the loss of each engine lost since the last batch."""
+    """Seconds from the last answer to the loss, for engines lost since the last batch."""
     ledger: bytes = b""
     state: dict[str, Any] = field(default_factory=dict)
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Thresholds that make garbage collection rare. With the defaults, collection takes three quarters of the time for 8,192 samples."""
+"""Thresholds that make garbage collection rare: with the defaults it takes three quarters of the time for 8,192 samples."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Test of a reward, or of a component of it (base reward or term), with a canned response."""
+    """Test of a reward, or of one component (base reward or term), with a canned response."""
 
     domain: str
     place: str
@@ -96,10 +96,10 @@ class Trial:
     prompts: Sequence[Prompt]
     pool: RewardPool | RewardModelClient | EpisodeRewards
     is_part: bool = False
-    """True if `pool` was made only to test this component; it is closed after the test."""
+    """True if `pool` was made for this test; it is closed afterwards."""
 
     async def problem(self) -> str | None:
-        """Return an error message if no prompt gets a score; a single failure may be a bad reference answer."""
+        """Return an error if no prompt gets a score; one failure may be a bad reference answer."""
         causes = await asyncio.gather(*map(self._failure, self.prompts))
         if not all(causes):
             return None
@@ -139,7 +139,7 @@ class RolloutWorker(AsyncWorker):
         self._one_writes = asyncio.Lock()
 
     async def prepare(self, reward_models: Mapping[str, Sequence[Any]], judges: Mapping[str, JudgeAddress]) -> None:
-        """Read the data, start and test the reward workers. `reward_models`: RewardModelWorker actors by model."""
+        """Read the data; start and test reward workers. `reward_models`: RewardModelWorker actors by model."""
         models = self._config.reward_models
         self._reward_models = {name: RewardModelPool(name, reward_models[name], config) for name, config in models.items()}
         self._pools = {name: self._pool(name, domain, judges) for name, domain in self._config.domains.items()}
@@ -157,8 +157,7 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
-        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: {number: reason} of engines that join later, by
-        `engine_restarted`."""
+        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: {number: reason} of engines that join later."""
         config = self._config
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
         rollout, engines_restart = config.rollout, config.actor_infer.restarts > 0
@@ -191,7 +190,7 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Test each domain with a canned response to up to three prompts, by scoring and playing episodes. Errors end the run early."""
+        """Test each domain with a canned response to up to three prompts: errors in scoring and episodes end the run early."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
@@ -203,7 +202,7 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Return the tests of rewards that can run before the engines start. If a reward needs a model or judge of this run, only other
+        """Return the tests that can run before the engines start. Of a reward that needs a model or judge of this run, only other
         components are tested."""
 
         def waits(reward: RewardConfig) -> bool:
@@ -286,8 +285,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups that are certain to be in the current batch, without groups in `known`. Return nothing
-        for fewer than `least` groups."""
+        """Return rows and tokens of finished groups certain to be in the current batch and not in `known`; nothing for fewer than `least`
+        groups."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), tokens_of(trainable, self._columns)
@@ -299,7 +298,7 @@ class RolloutWorker(AsyncWorker):
         return self._engines.lost
 
     async def engine_restarted(self, number: int, engine: Any) -> None:
-        """Let a lost engine's replacement serve. `engine`: its InferWorker actor, which must have the current weights."""
+        """Let a lost engine's replacement serve. `engine`: its InferWorker actor, with the current weights."""
         seat, client = self._engines.members[number], self._client(number, engine)
         await self._engines.until(seat, MemberState.LOST, MemberState.STARTING)  # the driver may have noticed the loss first
         # The fleet reports only engines that have served.
@@ -310,7 +309,7 @@ class RolloutWorker(AsyncWorker):
         self._router.add(client)
 
     async def engine_leaves(self, number: int) -> None:
-        """Move an engine's requests to other engines, since its node will leave. Return once the engine has none."""
+        """Move an engine's requests to others, since its node will leave; return once it has none."""
         name = self._engines.members[number].name
         await self._router.drain(name, interrupt=True)
         self._left.add(name)
@@ -323,7 +322,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.progress(held_out)
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
-        """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
+        """Run a validation beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         columns = reported_columns(result.groups, self._config.domains)
@@ -365,15 +364,15 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Return the state after the last batch of `state`, with groups admitted since, and a checkpoint file's content with its unfinished
-        samples, or b"". A deterministic run returns `state`: groups admitted since must start together again."""
+        """Return the state after the last batch of `state`, with groups admitted since, and a checkpoint file of its unfinished samples, or
+        b"". Deterministic runs return `state`: later groups must start together again."""
         if not self._config.deterministic:
             state = self._service.state_dict(state["batches"])
         found = self._service.unfinished(state)
         return state, await asyncio.to_thread(to_file, found, self._columns, stored_blocks)
 
     async def load_state_dict(self, state: dict[str, Any], unfinished: bytes = b"") -> int:
-        """Restore a state. `unfinished`: checkpoint file content with the unfinished samples. Return how many continue."""
+        """Restore a state. `unfinished`: checkpoint file of the unfinished samples. Return how many continue."""
         saved = from_file(unfinished, self._columns, ray.put) if unfinished else {}
         self._service.load_state_dict(state, saved)
         return sum(map(len, saved.values()))
@@ -400,8 +399,7 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Return sampling parameters for engines. `keep_mask`: with truncated sampling, engines also return the token ids that survive
-    truncation."""
+    """Return sampling parameters for engines. `keep_mask`: engines also return the token ids that survive truncation."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,

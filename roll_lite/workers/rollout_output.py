@@ -1,5 +1,4 @@
-"""Output of the rollout service: for the driver, one row per branch of each sample, with references to its tokens in Ray's object store;
-for people, JSON lines; for replays, dumps."""
+"""Output of the rollout service: rows for the driver, with references to their tokens; JSON lines for people; dumps for replays."""
 
 from __future__ import annotations
 
@@ -32,14 +31,14 @@ from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
 
 REPORTED = ("level", "subject")
-"""Data columns by whose values a validation reports results if `data.report_by` is null."""
+"""Data columns by which a validation reports results if `data.report_by` is null."""
 NONE: Mapping[str, Sequence[str]] = {}
 
 # ---------------------------------------------------------------- for the driver
 
 
 def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
-    """Return one row per branch of each sample. All samples must be accepted and scored. The column `sample` numbers the rows from 0."""
+    """Return one row per branch of each sample, numbered from 0 in the column `sample`. Samples must be accepted and scored."""
     paths = [(sample, number, row) for group in groups for sample in group.samples for number, row in enumerate(sample.transcript.rows)]
     samples, branches, rows = zip(*paths, strict=True) if paths else ((), (), ())
     scores = [sample.score for sample in samples if sample.score is not None]
@@ -78,8 +77,8 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def reported_columns(groups: Iterable[SampleGroup], domains: Mapping[str, DomainConfig]) -> dict[str, list[str]]:
-    """Return {domain: data columns by whose values a validation reports results}: `data.report_by` or, if null, the columns of REPORTED
-    with text or numbers in all prompts and at most MOST_REPORTED values."""
+    """Return {domain: data columns by which a validation reports}: `data.report_by` or, if null, the columns of REPORTED with text or
+    numbers in all prompts and at most MOST_REPORTED values."""
     prompts: dict[str, list[Prompt]] = {name: [] for name in domains}
     for group in groups:
         prompts[group.domain].append(group.samples[0].prompt)
@@ -96,7 +95,7 @@ def parts_of(sample: Sample, columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], columns: Mapping[str, Sequence[str]]) -> DataProto:
-    """Return the rows of a validation, one for each sample. `columns`: result of `reported_columns`."""
+    """Return a validation's rows, one per sample. `columns`: from `reported_columns`."""
     parts = [parts_of(sample, columns[group.domain]) for group in groups for sample in group.samples]
     answers = [number for group in groups for number in _answers(group)]
     return per_sample(rows_of(groups, temperatures)).with_columns(answer=_whole(answers), parts=object_column(parts))
@@ -110,7 +109,7 @@ def _answers(group: SampleGroup) -> Iterator[int]:
 
 
 def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block:
-    """Return a Block that refers to the tokens of all rows, in the order of `rows_of`. `extra`: token columns beside TOKEN_COLUMNS."""
+    """Return a Block with references to all rows' tokens, in the order of `rows_of`. `extra`: token columns beside TOKEN_COLUMNS."""
     places = [row.tokens for group in groups for sample in group.samples for row in sample.transcript.rows]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -123,8 +122,7 @@ def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block
 
 
 def turn_rewards_of(groups: Sequence[SampleGroup], per_turn: Mapping[str, float]) -> Block:
-    """Return a block with the column `turn_rewards` for the rows of `rows_of`. `per_turn`: {domain that rewards turns: its reward's
-    weight}."""
+    """Return a block with `turn_rewards` for the rows of `rows_of`. `per_turn`: {domain that rewards turns: weight}."""
     samples = [sample for group in groups for sample in group.samples]
     column = turn_rewards((row, weighted_rewards(sample, per_turn)) for sample in samples for row in sample.transcript.rows)
     return put_block(DataProto({"sample": torch.arange(len(column)), "turn_rewards": column}))
@@ -142,7 +140,7 @@ def _whole(values: Iterable[int]) -> torch.Tensor:
 
 
 def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> bytes:
-    """Return JSON lines for the ledger; lines about the batch and its groups get `step`."""
+    """Return JSON lines for the ledger; those of the batch and its groups get `step`."""
     return b"".join(_line(line | {"step": step} if line.get("end") == DELIVERED or line["event"] == "batch" else line) for line in lines)
 
 
@@ -152,8 +150,8 @@ def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> byt
 def write_samples(
     path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0, columns: Mapping[str, Sequence[str]] = NONE
 ) -> None:
-    """Write a line per sample, also for failed samples and greedy baselines. The file appears only when complete. `clock_offset`: wall
-    clock minus event loop clock, in seconds. `columns`: of a validation, from `reported_columns`."""
+    """Write a line per sample, with failed ones and greedy baselines. The file appears when complete. `clock_offset`: wall clock minus
+    event loop clock, in seconds. `columns`: from `reported_columns`, for a validation."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, has_other_writers=False) as draft, draft.open("wb") as file:
         for group in groups:
@@ -166,7 +164,7 @@ def write_samples(
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    """Return a JSON line. Lone surrogates, which a program may print, are escaped: UTF-8 cannot encode them."""
+    """Return a JSON line. Lone surrogates, which programs may print, are escaped: UTF-8 cannot encode them."""
     try:
         return to_json(record, inf_nan_mode="constants", fallback=str) + b"\n"
     except PydanticSerializationError:
@@ -227,7 +225,7 @@ class DumpSpec:
         clock_offset: float,
         per_turn: Mapping[str, float],
     ) -> Callable[[], None]:
-        """Return a function that writes a dump, to be called in a thread, with `stats` as they are now."""
+        """Return a function that writes a dump in a thread, with the present `stats`."""
         rewards = partial(weighted_rewards, per_turn=per_turn) if per_turn else None
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(

@@ -1,4 +1,4 @@
-"""Token blocks: tables of tokens. A row holds all tokens of a sample so far: prompt, responses, environment messages."""
+"""Token blocks: tables of tokens. A row holds a sample's tokens so far: prompt, responses, environment messages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, TokenRow
 
 BLOCK_TOKENS = 2**16
-"""Tokens of a full block, about 850 KB. In larger blocks, a reader of one row fetches more; smaller blocks need more references, which take
-100 to 200 microseconds each to send."""
+"""Tokens of a full block, about 850 KB. In larger ones, readers of one row fetch more; smaller ones need more references, at 100 to 200
+microseconds each."""
 
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
 EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
-"""Optional columns with several ids per token, padded with -1. KEPT_IDS: token ids that survived truncation; all -1 without truncation.
-EXPERTS: MoE experts; all -1 if unknown."""
+"""Optional columns with several ids per token, padded with -1. KEPT_IDS: token ids that survived truncation; all -1 without it. EXPERTS:
+MoE experts; all -1 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class TokenRecord:
     mask: np.ndarray
     """[T] bool: the policy chose the token."""
     log_probs: np.ndarray
-    """[T] float32: log-prob under the distribution that was sampled from; 0 where the mask is 0."""
+    """[T] float32: log-prob under the sampling distribution; 0 where the mask is 0."""
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """{name in EXTRA_COLUMNS: [T, K] array with K ids per token}. A missing column means all -1."""
+    """{name in EXTRA_COLUMNS: [T, K], K ids per token}. A missing column means all -1."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -53,8 +53,7 @@ class TokenRecord:
         return replace(self, mask=np.zeros_like(self.mask), log_probs=np.zeros_like(self.log_probs), extra=extra)
 
     def fill_experts(self, experts: np.ndarray | None) -> TokenRecord:
-        """Fill unknown expert ids with `experts`, as reported by the engine. Known ids stay, since sampling used them; a prefill may choose
-        others."""
+        """Fill unknown expert ids with the engine's. Known ids stay, since sampling used them; a prefill may choose others."""
         if experts is None:
             return self
         told = _stacked([experts[: len(self)], _unknown(EXPERTS, max(0, len(self) - len(experts)))])
@@ -93,8 +92,7 @@ class TokenRecord:
 
 
 async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> DataProto:
-    """Return a block with one row: a sample's tokens so far (earlier turns, prompt and response). `parts`: pieces of the response, with
-    dummy first tokens."""
+    """Return a block with one row: a sample's tokens so far. `parts`: pieces of the response, with dummy first tokens."""
     rows = [*([] if request.context is None else [request.context]), *parts]
     blocks = {row.block: await fetch(row.block) for row in rows}
     columns = [name for name in EXTRA_COLUMNS if name in blocks[parts[0].block]]

@@ -1,4 +1,4 @@
-"""Checkpoint file of unfinished groups' samples: a Parquet table with their rows."""
+"""Checkpoint file of unfinished groups' samples: a Parquet table of their rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_re
 
 
 def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str], fetch: Fetch) -> bytes:
-    """Return a Parquet file of the samples in `found`, {group: {index: sample}}. Samples without tokens or with lost tokens are left
-    out."""
+    """Return a Parquet file of the samples in `found`, {group: {index: sample}}, without any that have no tokens or lost some."""
     samples = [(group, index, one) for group, of_group in found.items() for index, one in of_group.items()]
     references = list(dict.fromkeys(row.block for *_, one in samples for row in _rows_of(one)))
     blocks = {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}
@@ -50,7 +49,7 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
 
 
 def _without_lost_parts(one: Unfinished, blocks: Mapping[Any, DataProto]) -> Unfinished:
-    """Drop an episode's responses under way whose tokens are lost. No other response continues them."""
+    """Drop an episode's responses in progress whose tokens are lost. No other response continues them."""
     turns: list[SavedTurn] = []
     under_way: dict[int, Pieces] = {}
     for index, saved in enumerate(one.sample.turns):
@@ -93,8 +92,8 @@ def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> Save
 
 
 def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedGroups:
-    """Read a file's samples, {group: {index: sample}}. Return none if its token columns are not TOKEN_COLUMNS and `columns`. `store`: puts
-    a block into the object store."""
+    """Read a file's samples, {group: {index: sample}}; none if its token columns are not TOKEN_COLUMNS and `columns`. `store`: puts a block
+    into the object store."""
     table = pq.read_table(BytesIO(content)).combine_chunks()
     names = [*TOKEN_COLUMNS, *columns]
     if {"group", "index", "sample", *names} != set(table.column_names):
@@ -117,8 +116,8 @@ def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto
 
 
 def _with_turns(sample: SavedSample, records: list[TokenRecord], columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedSample:
-    """Store the tokens of an unfinished episode's turns, and return the sample with references to them. A turn's row holds its
-    conversation's earlier tokens, then its own. `records`: each turn's own tokens (input, then response)."""
+    """Store the tokens of an unfinished episode's turns; return the sample with references to them. A turn's row holds its conversation's
+    earlier tokens, then its own. `records`: each turn's own (input, response)."""
     whole: dict[int, TokenRecord] = {}
     for saved, own in zip(sample.turns, records, strict=True):
         before = [] if saved.after is None else [whole[saved.after].masked() if saved.branches else whole[saved.after]]

@@ -38,7 +38,8 @@ from roll_lite.files import FileRecord, flush, record
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Parallel coordinates of a rank. Only head ranks return results: tensor rank 0 and context rank 0 of the last pipeline stage."""
+    """Parallel coordinates of a rank. Head ranks, one per data parallel rank, return results: tensor and context rank 0 of the last
+    pipeline stage."""
 
     rank: int
     world_size: int
@@ -49,7 +50,7 @@ class RankLayout:
     context_rank: int
     is_head: bool
     attention_parity_tokens: float = inf
-    """Row length at which attention costs as much as the rest of the model."""
+    """Row length at which attention costs as much as the rest."""
 
     @staticmethod
     def of_copy(rank: int, world_size: int) -> RankLayout:
@@ -57,7 +58,7 @@ class RankLayout:
 
 
 def take_local_device() -> torch.device:
-    """Make GPU number LOCAL_RANK the current device and bind this process near it. Without GPUs, return the CPU."""
+    """Make GPU number LOCAL_RANK current and bind this process near it; without GPUs, return the CPU."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         bind_to_gpu(torch.cuda.get_device_properties(current_device()))
@@ -69,7 +70,7 @@ def current_device() -> torch.device:
 
 
 ValueInit = Literal["actor", "reward_model", "path"]
-"""Source of a value model's weights: the actor's with a value head of zeros, or a checkpoint with a value head."""
+"""Source of a value model's weights: the actor's with a zero value head, or a checkpoint with a value head."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,13 @@ class ModelSpec:
     strategy: MegatronStrategyConfig | HfStrategyConfig
     path_key: str
     optimizer: OptimizerConfig | None = None
-    """Optimizer settings; None: forward passes only."""
+    """None: forward passes only."""
     total_updates: int | None = None
     balance_coef: float = 0.0
     value_init: ValueInit | None = None
-    """Source of a value model's weights; None: the model is a language model."""
+    """None: the model is a language model."""
     lora: LoraConfig | None = None
-    """LoRA settings; None: all weights train."""
+    """None: all weights train."""
     ema_decay: float | None = None
     seed: int = 1
     deterministic: bool = False
@@ -101,19 +102,19 @@ class StateGroup(StrEnum):
 
 
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Function that returns (sum of weight * token loss, metric sums) of a micro-batch; both are summed over micro-batches and ranks."""
+"""Returns (sum of weight * token loss, metric sums) of a micro-batch; both add up over micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
 class ExpertUse:
-    """Evenness of expert use in an optimizer step, averaged over expert layers."""
+    """Expert use in an optimizer step, averaged over expert layers."""
 
     busiest: float
-    """Tokens of the busiest expert relative to the average."""
+    """Tokens of the busiest expert, relative to the average."""
     balance_loss: float | None
     """Load-balancing loss without its coefficient; None if the coefficient is 0."""
     rerouted: float | None = None
-    """Fraction of replayed expert choices that the current router would change."""
+    """Fraction of replayed choices that the current router would change."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,16 @@ class TrainResult:
     grad_norm: float
     lr: float
     skipped: bool = False
-    """True if loss or gradient was not finite: weights, optimizer and schedule are unchanged."""
+    """True if loss or gradient was not finite: weights, optimizer and schedule stay."""
     experts: ExpertUse | None = None
 
 
 class ForwardStrategy(ABC):
-    """Model for forward passes, sharded over a cluster's ranks. All ranks must call its methods in the same order."""
+    """Model for forward passes, sharded over a cluster's ranks. All must call its methods in the same order."""
 
     needs_process_group: ClassVar[bool] = True
     pads_rows: ClassVar[bool] = False
-    """True if rows are padded to the longest of their micro-batch, not packed."""
+    """True if rows are padded to the longest of their micro-batch instead of packed."""
     layout: RankLayout
 
     @abstractmethod
@@ -144,32 +145,31 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
-        """Divide this rank's rows into micro-batches. `lengths`: tokens of each row. `together`: all data-parallel ranks make this call and
-        get equally many micro-batches."""
+        """Divide this rank's rows into micro-batches. `lengths`: tokens per row. `together`: all data-parallel ranks call this and get
+        equally many."""
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
         """Run a forward pass without gradients.
 
-        Head ranks return the columns `outputs`, other ranks None: log_probs, entropy, distribution (language model); values, final_value
-        (value model); experts (chosen ids). Batch columns, also in train_step: `temperature` (of language models) divides logits. Optional:
-        `kept_ids` restricts the softmax; `old_experts` or `rollout_experts` are expert choices to replay."""
+        Head ranks return the columns `outputs`, others None: log_probs, entropy, distribution (language model); values, final_value (value
+        model); experts (chosen ids). Batch columns, also in train_step: `temperature` divides a language model's logits. Optional:
+        `kept_ids` restricts the softmax; `old_experts` or `rollout_experts` are replayed.
+        """
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
-        """Load offloaded state groups to the device. Return {"in": bytes copied}, or {} if not measured."""
+        """Load offloaded state groups. Return {"in": bytes copied}, or {} if not measured."""
 
     @abstractmethod
     def offload(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
-        """Move state groups to host memory and free device memory; gradients are dropped.
-
-        Return {"freed": bytes, "out": bytes copied}, or {} if not measured.
-        """
+        """Move state groups to the host and free device memory; drop gradients. Return {"freed": bytes, "out": bytes copied}, or {} if not
+        measured."""
 
 
 @dataclass
 class CheckpointWrite:
-    """Files that one rank adds to a checkpoint. They are complete here; a subclass may write them in the background."""
+    """Files that one rank adds to a checkpoint; a subclass may write them in the background."""
 
     folder: Path
     files: Sequence[Path] = ()
@@ -179,8 +179,7 @@ class CheckpointWrite:
         return True
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait until this rank's files are on disk (collective). Return {path: record (size and checksum)}. RuntimeError if writing
-        failed."""
+        """Wait until this rank's files are on disk (collective). Return {path: record}. RuntimeError if writing failed."""
         flush(self.files)
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
 
@@ -192,26 +191,25 @@ StateCopy = tuple[list[np.ndarray], list[dict[str, float]], dict[str, Any]]
 class TrainStrategy(ForwardStrategy):
     @abstractmethod
     def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
-        """Run one optimizer step on this data-parallel rank's rows. `loss_fn` is called for every micro-batch, even empty ones."""
+        """Run an optimizer step on this data-parallel rank's rows. `loss_fn` is called for every micro-batch, even empty."""
 
     @abstractmethod
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Disable LoRA adapters inside the block."""
+        """Disable LoRA adapters in the block."""
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan which tensors are sent to engines, equal on every rank: weights with adapters merged, or only adapters (lora.engines
-        "adapter")."""
+        """Plan the tensors for engines, equal on every rank: weights with merged adapters, or adapters (lora.engines "adapter")."""
 
     @abstractmethod
     def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:
-        """Gather one bucket of tensors (collective). Return them on the sending rank, None elsewhere. They may share the model's memory,
-        and are valid only until training continues."""
+        """Gather one bucket (collective). Return it on the sending rank, None elsewhere. Tensors may share the model's memory: valid until
+        training continues."""
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
-        """Return checksums of this rank's weights. Keys name tensor, stage and shard: ranks with the same key hold copies, whose checksums
-        must agree."""
+        """Return checksums of this rank's weights. A key names tensor, stage and shard: ranks with the same key hold copies, which must
+        agree."""
 
     @property
     @abstractmethod
@@ -220,14 +218,14 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> CheckpointWrite:
-        """Save weights (or only adapters), optimizer, schedule and random state. `asynchronous`: write while training continues."""
+        """Save weights (or adapters), optimizer, schedule and random state. `asynchronous`: write while training continues."""
 
     @abstractmethod
     def load_checkpoint(self, folder: Path) -> None: ...
 
     @abstractmethod
     def copy_state(self) -> StateCopy:
-        """Copy to host memory what this rank would save in a checkpoint."""
+        """Copy to the host what this rank would save in a checkpoint."""
 
     @abstractmethod
     def load_copy(self, copy: StateCopy) -> None:
@@ -235,7 +233,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def save_hf(self, folder: Path, average: bool = False) -> list[Path]:
-        """Save weights, or their moving average, as a Hugging Face model. Return this rank's files."""
+        """Save weights, or their moving average, in Hugging Face format. Return this rank's files."""
 
     @abstractmethod
     def save_adapters(self, folder: Path) -> list[Path]:
@@ -243,7 +241,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def load_hf(self, folder: Path) -> None:
-        """Load weights written by `save_hf`, into a model without optimizer."""
+        """Load weights of `save_hf` into a model without optimizer."""
 
 
 # ---------------------------------------------------------------- inference
@@ -264,13 +262,13 @@ class EngineHealth:
 
 @dataclass(frozen=True)
 class EngineNode:
-    """Node of a multi-node engine. Only node 0 takes requests."""
+    """Node of a multi-node engine. Node 0 takes the requests."""
 
     nodes: int
     number: int
     address: str
     meeting: tuple[str, int]
-    """(IP address, port) of the workers' rendezvous on node 0."""
+    """(IP address, port) where workers meet, on node 0."""
 
 
 @dataclass(frozen=True)
@@ -281,16 +279,16 @@ class EngineSpec:
     seed: int = 1
     threads: int = 1
     silence_s: float | None = None
-    """Maximum time that an engine process may be stopped (SIGSTOP) before the engine counts as dead."""
+    """Maximum seconds that a process may be stopped (SIGSTOP) before the engine counts as dead."""
     step_s: float | Literal["auto"] | None = None
-    """Time limit of an engine step, raised after long steps. None: unlimited; "auto": depends on the device."""
+    """Time limit of an engine step, raised after long steps. None: unlimited; "auto": by device."""
     columns: tuple[str, ...] = ()
-    """Extra columns of completions (EXTRA_COLUMNS in workers/token_blocks.py)."""
+    """Extra columns of completions (EXTRA_COLUMNS in token_blocks.py)."""
     node: EngineNode | None = None
     sharers: int = 1
     """Engine replicas on this engine's device, itself included."""
     lora: LoraConfig | None = None
-    """Set if weight updates send only adapters."""
+    """Set if weight updates send adapters."""
     sleep: EngineOffload = "with_copy"
 
     @property
@@ -301,9 +299,9 @@ class EngineSpec:
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
     generated: int
-    """Number of tokens so far; may lag slightly."""
+    """Tokens so far; may lag slightly."""
     part: Completion | None = None
-    """New tokens since the last report, except the newest: that token may end the response, and a retry must not continue after the end."""
+    """New tokens since the last report, except the newest: it may end the response, and a retry must not continue after that."""
 
 
 Report = Callable[[RequestProgress], None]
@@ -314,7 +312,7 @@ class InferenceStrategy(ABC):
     notes: Sequence[str] = ()
 
     async def preload(self) -> None:  # noqa: B027 (only saves time)
-        """Import the engine's package, which takes seconds, while other components start."""
+        """Import the engine's package, which takes seconds, while other parts start."""
 
     @abstractmethod
     async def initialize(self) -> None: ...
@@ -336,15 +334,15 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        """Move the engine's workers to the trainers' new transfer group (collective). `first_member`: the first worker's member number."""
+        """Move the engine's workers to a new transfer group (collective). `first_member`: the first worker's member number."""
 
     @abstractmethod
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
-        """Announce a weight update. ValueError if names or shapes are wrong; the engine is then unchanged."""
+        """Announce a weight update. ValueError for wrong names or shapes; the engine is unchanged then."""
 
     @abstractmethod
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Receive and load one bucket. `following`: routes of the next bucket, which may already arrive."""
+        """Receive and load one bucket. `following`: routes of the next, which may already arrive."""
 
     @abstractmethod
     async def finish_weight_update(self, version: int) -> dict[str, float]:
@@ -361,7 +359,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Return {Hugging Face tensor name: checksum of the engine's weight}. `names`: tensors to include; None: all."""
+        """Return {Hugging Face name: checksum of the engine's weight}. `names`: None: all."""
 
     async def trace(self, prefix: str | None) -> list[str]:
         """Start torch's profiler in the workers or, with a prefix, write PREFIX-WORKER.json.gz. Return an error text per worker, empty on
@@ -370,7 +368,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        """Load offloaded parts to the device. A weight update needs only the weights."""
+        """Load offloaded parts. A weight update needs the weights only."""
 
     @abstractmethod
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
@@ -384,5 +382,5 @@ class InferenceStrategy(ABC):
     async def shutdown(self) -> None: ...
 
     def fail(self, why: str) -> None:
-        """Declare the engine dead, because something that the engine needs outside this process is gone."""
+        """Declare the engine dead: something that it needs outside this process is gone."""
         raise NotImplementedError(f"{type(self).__name__} needs nothing outside of its process")

@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 
 
 ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang": sglang.check_version}
-"""{engine name: function that returns the installed version}. The functions raise NotInstalled, or RuntimeError for an unsupported
-version."""
+"""{engine: function that returns the installed version; raises NotInstalled, or RuntimeError for an unsupported one}."""
 
 
 CONNECTS_RANKS: Mapping[str, bool] = {"megatron": True, "hf": False}
-"""{strategy of a model: True if all ranks share a process group, so that none can be replaced alone}."""
+"""{strategy of a model: True if its ranks share a process group, so that none is replaced alone}."""
 
 
 def build_model(spec: ModelSpec) -> ForwardStrategy:
@@ -47,7 +46,7 @@ def build_model(spec: ModelSpec) -> ForwardStrategy:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """Build an engine, importing only its package: vLLM and SGLang cannot be installed together."""
+    """Build an engine, importing its package only: vLLM and SGLang cannot be installed together."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
@@ -62,8 +61,8 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Return the settings of one of `sharers` engines that share a GPU equally. `place`: number of engines that start earlier on this GPU.
-    vLLM's memory setting is a fraction of all GPU memory, SGLang's of the memory still free."""
+    """Return the settings of one of `sharers` engines sharing a GPU equally. `place`: engines that start before it. vLLM's memory setting
+    is a fraction of all GPU memory, SGLang's of the free memory."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
@@ -86,7 +85,7 @@ ROLLOUT_ENGINE_SETTINGS = {
     **dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization"),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "speculation"),
 }
-"""{engine argument that rollout engines refuse: configuration key to use instead}. Judges may use the argument."""
+"""{argument that rollout engines refuse: configuration key for it}. Judges may use the argument."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
@@ -107,7 +106,7 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
 def _problems(
     role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """Yield unusable engine arguments. `own`: arguments set by roll_lite. `settings`: {argument: key to use instead}. `known`: the engine's
+    """Yield unusable engine arguments. `own`: set by roll_lite. `settings`: {argument: key to use instead}. `known`: the engine's
     arguments; empty: not checked."""
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
@@ -120,7 +119,7 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Parse field names of an installed package, since importing takes seconds. Empty if a class is missing. `places`: (file pattern, class
+    """Parse an installed package's field names, since importing takes seconds; empty if a class is missing. `places`: (file pattern, class
     name or None for all)."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []

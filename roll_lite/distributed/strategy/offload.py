@@ -1,7 +1,7 @@
 """Offload weights, gradients and optimizer state to the host.
 
-Storages are emptied in place, so that views stay valid. Loads run on their own stream, for which computation waits in `require`. Host
-copies are reused until the state changes.
+Storages are emptied in place: views stay valid. Loads run on their own stream, for which computation waits in `require`. Host copies are
+reused until the state changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HostCopy:
     storage: torch.UntypedStorage
     size: int
     memory: torch.Tensor | None = None
-    """Bytes on the host; None for gradients, which are dropped, and before the first offload."""
+    """Bytes on the host; None for gradients (dropped), and before the first offload."""
     is_current: bool = False
     is_frozen: bool = False
 
@@ -88,7 +88,7 @@ class StateMover:
         return [group for group in StateGroup if group not in self._away and any(True for _ in self._tensors(group))]
 
     def require(self, *groups: StateGroup) -> None:
-        """Make device work wait for background loads of these groups. AssertionError if a group is offloaded."""
+        """Make device work wait for loads of these groups. AssertionError if one is offloaded."""
         missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
         for group in groups:
@@ -96,7 +96,7 @@ class StateMover:
                 event.wait(self._device.current_stream())
 
     def require_to_write(self, *groups: StateGroup, trained_only: bool = False) -> None:
-        """Call `require`, then mark host copies as outdated. `trained_only`: copies of frozen weights stay valid."""
+        """Call `require`, then mark host copies as outdated. `trained_only`: those of frozen weights stay valid."""
         self.require(*groups)
         for group in groups:
             for copy in self._copies[group].values():
@@ -117,7 +117,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Return {address of a storage: its host copy}. Storages are listed at each call, because loading a checkpoint replaces them."""
+        """Return {address of a storage: host copy}, listed anew because loading a checkpoint replaces storages."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {
@@ -127,7 +127,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """List the group's storages. A storage that groups share belongs to the first of them in StateGroup's order."""
+        """List the group's storages. A shared storage belongs to the first of its groups in StateGroup's order."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]

@@ -1,7 +1,7 @@
 """Weight transport by broadcast: gloo between hosts, NCCL between GPUs.
 
-Each channel (a sender and its receivers) has a process group. Members meet at the rendezvous store before each bucket, since a collective
-cannot tell which member is missing.
+Each channel (a sender and its receivers) has a process group. Members meet at the rendezvous store before each bucket: a collective cannot
+tell which member is missing.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from roll_lite.files import changed_environment
 @dataclass(frozen=True)
 class Wire:
     connect: Callable[[TransferGroup, str, int, int], Any]
-    """Function that creates a process group, given (transfer group, key prefix in the store, rank, number of ranks)."""
+    """Creates a process group from (transfer group, key prefix in the store, rank, number of ranks)."""
     make: Callable[[int, int], BucketSegment]
-    """Function that creates a buffer, given (size in bytes, number of readers)."""
+    """Creates a buffer from (size in bytes, number of readers)."""
     device: str
     polled: bool = False
     """True if completion must be polled: NCCL returns before the broadcast is done."""
@@ -58,7 +58,7 @@ def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
 
 
 class _Addresses(Store):
-    """Store through which gloo exchanges addresses. Its waits also end when another member fails."""
+    """Store through which gloo exchanges addresses. Waits end also when another member fails."""
 
     def __init__(self, group: TransferGroup, prefix: str) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class _Broadcasts:
             raise TransferError(f"weight transfer: {self._group.name} has left the transfer group")
 
     def close(self) -> None:
-        """Close the process groups, so that peers need not wait until their timeout."""
+        """Close the process groups: peers need not wait for their timeout."""
         self._closed = True
         groups, self._groups = self._groups, {}
         for group in groups.values():
@@ -260,8 +260,7 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """Gloo receiver that gets one copy per machine. The machine's first worker receives into shared memory; its other workers read
-    there."""
+    """Gloo receiver with one copy per machine: its first worker receives into shared memory, where others read."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)

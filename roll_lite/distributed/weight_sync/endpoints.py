@@ -44,7 +44,7 @@ TRANSPORTS: dict[str, Transport] = {
     "nccl": Transport(partial(BroadcastSender, wire=NCCL), partial(BroadcastReceiver, wire=NCCL)),
 }
 AUTO = "auto"
-"""Setting that chooses the transport for each pair of trainer rank and engine worker."""
+"""Chooses the transport for each pair of trainer rank and engine worker."""
 
 
 def transport_of(group: TransferGroup) -> Transport:
@@ -71,10 +71,10 @@ def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Ro
 
 
 def sender_to(group: TransferGroup, receiver: int, owner: int) -> int:
-    """Return the training rank that sends to a receiver: the rank on the receiver's GPU, else a rank whose GPU memory the receiver can
-    read, else `owner`, which gathers the tensors.
+    """Return the training rank that sends to a receiver: the one on its GPU, else one whose GPU memory it can read, else `owner`, which
+    gathers the tensors.
 
-    A receiver always reads from the same GPU, since a CUDA context on another GPU costs memory.
+    Receivers always read from the same GPU: a CUDA context on another costs memory.
     """
     home = group.homes[receiver]
     on_own, *readable = [group.trainer_on.get((home.machine, device)) for device in (home.device, *home.visible)]
@@ -120,7 +120,7 @@ def why_unusable(name: str, group: TransferGroup) -> str | None:
 
 
 class SideBySideSender(TransportSender):
-    """Sender that uses several transports, each for some of this rank's receivers."""
+    """Sender with several transports, each for some of this rank's receivers."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
@@ -188,11 +188,10 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 
 
 class WeightSender:
-    """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls.
+    """Weight sender of a training rank. Gathering is collective: ranks that send nothing make the same calls.
 
-    An engine worker on a training rank's GPU gets all tensors from that rank. The rank that gathers a bucket therefore broadcasts it to the
-    other training ranks. Trainers and engines on shared GPUs then need no common NCCL group, whose kernels would wait for each other on a
-    GPU.
+    An engine worker on a training rank's GPU gets all tensors from that rank, to which the rank that gathers a bucket broadcasts it.
+    Trainers and engines on shared GPUs then need no common NCCL group, whose kernels would wait for each other on a GPU.
     """
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
@@ -201,16 +200,16 @@ class WeightSender:
         self._store: Any = None
         self._transport: TransportSender | None = None
         self._exported_memory: list[ExportedMemory] = []
-        """GPU memory exported in earlier transfer groups. `memory.free_abandoned_exports` frees memory without readers."""
+        """GPU memory exported in earlier transfer groups; `memory.free_abandoned_exports` frees what has no readers."""
         self._export: ExportPlan | None = None
         self._routes: dict[int, list[Route]] = {}
         self._own_routes: dict[int, list[Route]] = {}
         self._for_all_ranks: set[int] = set()
-        """Buckets that the owner first broadcasts to all training ranks, because other ranks send them to engines."""
+        """Buckets that the owner first broadcasts to all training ranks, because others send them to engines."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
-        """Bytes sent per update, by transport. A broadcast counts once."""
+        """{transport: bytes sent per update}; a broadcast counts once."""
 
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
@@ -223,7 +222,7 @@ class WeightSender:
         return self._store.port
 
     def connect(self, plan: TransferPlan, membership: Membership) -> None:
-        """Leave the old transfer group; join the new one if this rank can send tensors."""
+        """Leave the old transfer group; join the new one if this rank can send."""
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
         self._own_routes, self._for_all_ranks = {}, set()
@@ -246,7 +245,7 @@ class WeightSender:
             self.nbytes = dict(sent)
 
     def send(self) -> None:
-        """Gather and send all buckets. After a TransferError, gather the remaining buckets (gathering is collective), then raise."""
+        """Gather and send all buckets. After a TransferError, gather the rest (collective), then raise."""
         failure: TransferError | None = None
         self.seconds, self.by_transport = defaultdict(float), defaultdict(float)
         if self._transport is not None:
@@ -281,8 +280,8 @@ class WeightSender:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def _finish_broadcasts(self) -> None:
-        """Wait for this rank's NCCL broadcasts to engines on other GPUs. Otherwise such a broadcast could queue on the GPU behind a
-        broadcast between trainers, whose owner waits for that engine (deadlock)."""
+        """Wait for this rank's NCCL broadcasts to engines on other GPUs. One could queue on the GPU behind a broadcast between trainers,
+        whose owner waits for that engine (deadlock)."""
         if isinstance(self._transport, SideBySideSender) and self._transport.group.failure is None:
             with self._transport.group.report_failures():
                 self._transport.finish_one("nccl")
@@ -298,7 +297,7 @@ class WeightSender:
         return unflatten(buffer, tensors, layout)
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Return {tensor name: checksum of the weight in the dtype that is sent}. Collective over training ranks."""
+        """Return {tensor: checksum of the weight in the dtype that is sent}. Collective over training ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -325,12 +324,12 @@ class WeightReceiver:
     """Weight receiver of an engine worker. Arguments are plain types for the engine's RPC."""
 
     def __init__(self, staged: bool = False) -> None:
-        """`staged`: `load` only stores tensors; `finish` changes the model."""
+        """`staged`: `load` stores tensors; `finish` changes the model."""
         self._staged = staged
         self._transport: TransportReceiver | None = None
         self._begun = False
         self.touched = False
-        """True while an unfinished update has mixed old and new weights."""
+        """True while an unfinished update mixes old and new weights."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def connect(self, membership: Mapping[str, Any], number: int) -> None:
@@ -351,7 +350,7 @@ class WeightReceiver:
         """Receive one bucket, start to receive the `following` one, and load the first meanwhile.
 
         `begin(again)` is called before an update's first bucket is loaded; `again`: the previous update stopped partway.
-        `all_workers_ok(ok)` returns True if every worker passed True; else the bucket is not loaded.
+        `all_workers_ok(ok)` is True if every worker passed True; else the bucket is not loaded.
         """
         if self._transport is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
@@ -386,7 +385,7 @@ class WeightReceiver:
         return [route for route in map(Route.of, routes) if self._transport.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
-        """Complete the update: call `put_in_place()`, which changes the model. Return the update's seconds by phase."""
+        """Complete the update: `put_in_place()` changes the model. Return the update's seconds by phase."""
         started = time.monotonic()
         put_in_place()
         self._begun = self.touched = False

@@ -1,6 +1,6 @@
 """Transfer group: training ranks and engine workers that announce weight buckets through a rendezvous store.
 
-When engines join or leave, a new group with a higher epoch replaces the old group, whose members get StaleEpoch.
+When engines join or leave, a new group with a higher epoch replaces it; members of the old one get StaleEpoch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from roll_lite.distributed.weight_sync.plan import Channel, Membership, Route
 @dataclass(frozen=True)
 class Home:
     machine: str
-    """Id of machine, container and user. Processes with equal ids can map each other's memory."""
+    """Id of machine, container and user: processes with equal ids can map each other's memory."""
     device: str = ""
-    """UUID of the member's GPU (device numbers differ between processes); empty on CPU."""
+    """UUID of the member's GPU (device numbers differ between processes); "" on CPU."""
     visible: tuple[str, ...] = ()
-    """GPUs whose memory the member can read, including its own."""
+    """GPUs whose memory the member can read, its own included."""
     process: int = 0
 
     @staticmethod
@@ -65,12 +65,12 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key to which `interrupt` writes the new epoch; a group's member 0 writes its epoch to _EPOCH. The larger one counts. With one
-writer, a key's epoch never decreases."""
+"""Store key for `interrupt`'s new epoch; a group's member 0 writes its own to _EPOCH. The larger counts. With one writer, a key never
+decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
-"""Keys of step n are deleted at step n + 2; until then a member may read them."""
+"""Age in steps at which keys are deleted: until then a member may read them."""
 
 
 class TransferError(RuntimeError):
@@ -88,7 +88,7 @@ class StaleEpoch(TransferError):
 @dataclass(frozen=True)
 class Transferred:
     failure: str | None = None
-    """Cause of failure, possibly in another member; None: success."""
+    """Cause of failure, perhaps in another member; None: success."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     nbytes: Mapping[str, int] = field(default_factory=dict)
     by_transport: Mapping[str, float] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Pushed:
     seconds: float
     """Seconds until the last engine had the new weights."""
     phases: Mapping[str, float]
-    """{phase: seconds of the slowest rank or worker}; phases overlap in time."""
+    """{phase: seconds of the slowest rank or worker}; phases overlap."""
     by_transport: Mapping[str, float]
     """{transport: megabytes sent}; a broadcast counts once."""
     transport_seconds: Mapping[str, float]
@@ -126,8 +126,7 @@ class Announcement:
     signature: str
     """Tensor count, size and layout checksum of the bucket, compared between members."""
     handle: str = ""
-    """Handle by which the receiver opens the sender's buffer. In a receiver's `done` announcement: handles still in use, separated by
-    spaces."""
+    """Handle to open the sender's buffer; in a receiver's `done`: handles still in use, separated by spaces."""
 
 
 Moment = Literal["here", "done"]
@@ -140,18 +139,18 @@ def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
 
 
 def rendezvous_client(host: str, port: int) -> TCPStore:
-    """Connect to a rendezvous store. Blocks forever if the store's process is stopped (SIGSTOP)."""
+    """Connect to a rendezvous store. Blocks forever if its process is stopped (SIGSTOP)."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CLIENT_S))
 
 
 def interrupt(rendezvous: TCPStore, epoch: int) -> None:
-    """Make members of groups older than `epoch` stop waiting. Does not block; ignores a lost store."""
+    """Make members of groups older than `epoch` stop waiting. Non-blocking; ignores a lost store."""
     with suppress(dist.DistNetworkError):
         rendezvous.set(_INTERRUPTED, str(epoch))
 
 
 class TransferGroup:
-    """Connection of one member (a training rank or engine worker) to all others. The constructor blocks until all have joined."""
+    """Connection of one member (training rank or engine worker) to all others; the constructor blocks until all have joined."""
 
     def __init__(self, membership: Membership, number: int, home: Home | None = None) -> None:
         assert 0 <= number < len(membership.members), f"member {number} of {len(membership.members)}"
@@ -178,7 +177,7 @@ class TransferGroup:
 
     @cached_property
     def trainer_on(self) -> dict[tuple[str, str], int]:
-        """{(machine, device): member number of the training rank on this GPU}."""
+        """{(machine, device): member number of the training rank there}."""
         homes = enumerate(self.homes[: self.membership.trainers])
         return {(home.machine, home.device): number for number, home in homes if home.device}
 
@@ -187,7 +186,7 @@ class TransferGroup:
 
     @contextmanager
     def report_failures(self) -> Iterator[None]:
-        """Report exceptions in the block, so that all members stop waiting. Timeouts are not reported, since each member raises its own."""
+        """Report exceptions in the block, so that all members stop waiting; not timeouts, since each member raises its own."""
         try:
             yield
         except (StaleEpoch, TransferTimeout):
@@ -213,7 +212,7 @@ class TransferGroup:
     # ------------------------------------------------------------ buckets
 
     def step(self, route: Route) -> int:
-        """Return the number of the channel's next bucket. Call once per bucket on each member of the route."""
+        """Return the number of the channel's next bucket. Call once per bucket on each member."""
         number = self._steps[route.channel]
         self._steps[route.channel] = number + 1
         return number
@@ -238,7 +237,7 @@ class TransferGroup:
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
-        """Announce a bucket and wait for the other side. Raise TransferError if the other side is at a different bucket."""
+        """Announce a bucket and wait for the other side; TransferError if that is at a different one."""
         step = self.step(route)
         self.announce(route, step, "here", said)
         heard = self.await_announcements(route, step, "here")
@@ -287,8 +286,7 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Poll until all keys are in the store. The store's own wait would not name missing keys. `keys`: {key: number of the member that
-        writes it}."""
+        """Poll until all keys, {key: member that writes it}, are in the store, whose own wait would not name missing ones."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:
@@ -301,10 +299,8 @@ class TransferGroup:
         self.poll(arrived, what, lambda: ", ".join(self.membership.members[owner] for owner in missing.values()))
 
     def poll(self, is_done: Callable[[float], bool], what: str, who: Callable[[], str] = lambda: "somebody") -> None:
-        """Call `is_done(seconds)`, which may block that long, until it returns True.
-
-        Raise StaleEpoch or TransferTimeout. The message names the awaited work (`what`) and the missing members (`who()`).
-        """
+        """Call `is_done(seconds)`, which may block that long, until it returns True. StaleEpoch or TransferTimeout; the message names the
+        awaited work (`what`) and missing members (`who()`)."""
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         while not is_done(pause):

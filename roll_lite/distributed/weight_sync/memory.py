@@ -22,7 +22,7 @@ Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
 
 
 class ExportedMemory(NamedTuple):
-    """GPU memory exported to one reader. It stays allocated until the reader has opened and dropped it."""
+    """GPU memory exported to one reader; allocated until the reader has opened and dropped it."""
 
     to: Home
     export: Export
@@ -30,7 +30,7 @@ class ExportedMemory(NamedTuple):
 
 
 class Watched:
-    """Byte tensor that can tell whether other tensors still share its storage."""
+    """Byte tensor that knows whether other tensors share its storage."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole = whole
@@ -54,7 +54,7 @@ class BucketSegment(Watched):
 
     handle = ""
     exports: Sequence[Export] = ()
-    """CUDA IPC exports, one per reader, because torch's reference count of an export allows for one reader only."""
+    """CUDA IPC exports, one per reader: torch's reference count of an export allows for one."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
@@ -86,7 +86,7 @@ class GpuSegment(BucketSegment):
 
 
 class ExportedSegment(GpuSegment):
-    """Send buffer exported by CUDA IPC. Its handle contains the GPU's UUID, since device numbers differ between processes."""
+    """Send buffer exported by CUDA IPC. The handle has the GPU's UUID."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         with without_expandable_segments():
@@ -97,7 +97,7 @@ class ExportedSegment(GpuSegment):
 
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
-    """Turn the allocator's expandable segments off. Their export by CUDA IPC needs permission to copy another process's file
+    """Turn the allocator's expandable segments off: their export by CUDA IPC needs permission to copy another process's file
     descriptors."""
     settings = torch._C._accelerator_getAllocatorSettings()
     fixed = re.sub(r"expandable_segments\s*:\s*True", "expandable_segments:False", settings)
@@ -118,7 +118,7 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def free_abandoned_exports(exported: Iterable[ExportedMemory], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exports that no reader will release and torch would keep: exports never opened, and exports of readers not in `homes`."""
+    """Free exports that no reader will release and torch would keep: never opened, or of readers not in `homes`."""
     abandoned = [one for one in exported if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
         _, arguments = one.export
@@ -144,7 +144,7 @@ _COUNTER = slice(11, 13)
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Function that opens a segment by (handle, reader index). It raises OSError if the segment is out of reach."""
+"""Opens a segment by (handle, reader index). OSError if it is out of reach."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:
@@ -169,12 +169,12 @@ def local_number(uuid: str) -> int:
 
 
 def wait_for_device(tensor: torch.Tensor) -> None:
-    """Wait for pending work, so that other processes may read the tensor."""
+    """Wait for pending work: other processes may then read the tensor."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def use_device_of(tensor: torch.Tensor) -> None:
-    """Select the tensor's GPU for this thread; a new thread starts with the first GPU."""
+    """Select the tensor's GPU for this thread; new threads start with the first."""
     if tensor.is_cuda:
         torch.cuda.set_device(tensor.device)

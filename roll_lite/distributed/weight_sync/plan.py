@@ -34,7 +34,7 @@ class ExportedTensor:
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
     def sent_as(self, dtype: torch.dtype | None) -> ExportedTensor:
-        """Return the tensor as sent to engines of `dtype`: cast only if that saves bytes."""
+        """Return the tensor as sent to engines of `dtype`: cast if that saves bytes."""
         if dtype is None or not self.dtype.is_floating_point or dtype.itemsize >= self.dtype.itemsize:
             return self
         return replace(self, dtype=dtype, cast_from=self.dtype)
@@ -44,7 +44,7 @@ class ExportedTensor:
 class ExportPlan:
     tensors: tuple[ExportedTensor, ...]
     handing_on: tuple[int, ...] = ()
-    """Training ranks with GPUs, which can forward other ranks' tensors to engine workers."""
+    """Training ranks with GPUs, which can forward others' tensors to engine workers."""
 
     def buckets(self) -> list[list[ExportedTensor]]:
         grouped: dict[int, list[ExportedTensor]] = {}
@@ -54,14 +54,14 @@ class ExportPlan:
 
 
 def bucket_limit(bucket_bytes: int, expert_owners: int, layer_bytes: int) -> int:
-    """Return the size limit of a bucket with experts. An engine holds one such bucket of each owner: together `bucket_bytes` or, if larger,
-    one layer's experts. `layer_bytes`: one owner's experts of a layer."""
+    """Return the size limit of a bucket with experts. An engine holds one such bucket per owner: together `bucket_bytes` or, if larger, one
+    layer's experts. `layer_bytes`: one owner's part of a layer."""
     return min(bucket_bytes, max(bucket_bytes // expert_owners, layer_bytes))
 
 
 @dataclass(frozen=True)
 class Route:
-    """Transfer of tensors of one bucket from one sender to several engine workers, by member numbers."""
+    """Transfer of a bucket's tensors from one sender to several engine workers, by member numbers."""
 
     bucket: int
     sender: int
@@ -91,7 +91,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Membership:
-    """Members of a transfer group and their rendezvous store. A membership with a higher `epoch` replaces this one."""
+    """Members of a transfer group and their rendezvous store. One with a higher `epoch` replaces this."""
 
     epoch: int
     transport: str
@@ -101,9 +101,9 @@ class Membership:
     members: tuple[str, ...]
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Size of a send buffer, which fits every bucket with several tensors. A larger single tensor gets a larger buffer."""
+    """Size of a send buffer: fits every bucket with several tensors. A larger single tensor gets its own."""
     trainers: int = 0
-    """Number of training ranks. They are the first members."""
+    """Number of training ranks, the first members."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -116,7 +116,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Routes of a weight update. Member numbers count the training ranks first, then the workers of each engine."""
+    """Routes of a weight update. Member numbers: first the training ranks, then each engine's workers."""
 
     routes: tuple[Route, ...]
     trainers: tuple[int, ...]
@@ -148,8 +148,8 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """Plan a weight update. A bucket's owner sends to all engine workers, expert tensors only to workers that hold them. `engines`: {engine
-    number: number of workers}. `expert_parallel`: number of workers that divide an engine's experts."""
+    """Plan a weight update. A bucket's owner sends to all engine workers, expert tensors to those holding them. `engines`: {engine:
+    workers}. `expert_parallel`: workers that divide an engine's experts."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"
@@ -171,15 +171,14 @@ def plan_transfers(
 
 
 def _require_one_owner(export: ExportPlan) -> None:
-    """Assert that each bucket has one owner. With two, gloo workers could deadlock, since they forward all buckets through two buffers."""
+    """Assert that each bucket has one owner. With two, gloo workers, which forward all buckets through two buffers, could deadlock."""
     for bucket in export.buckets():
         owners = sorted({tensor.owner for tensor in bucket})
         assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Return {name of an expert's tensor: index of the engine worker that holds the expert}. Empty if experts are sharded over all
-    workers."""
+    """Return {name of an expert's tensor: index of its engine worker}; empty if experts are sharded over all workers."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

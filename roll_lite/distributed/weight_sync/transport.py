@@ -1,7 +1,7 @@
 """Base of the weight transports, and the transport through memory that both sides can read.
 
-A bucket is one byte buffer; both sides compute its layout from the list of tensors. The sender reuses a buffer once all receivers report
-the bucket as loaded (`done`) and hold none of its tensors.
+A bucket is one byte buffer, whose layout follows from the list of tensors. The sender reuses it once all receivers have loaded the bucket
+(`done`) and hold none of its tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Rout
 
 BUCKETS_AHEAD = 2
 Await = Callable[[], Mapping[int, set[str]]]
-"""Function that waits until every receiver has loaded a bucket. It returns {receiver: handles of send buffers still in use}."""
+"""Waits until every receiver has loaded a bucket. Returns {receiver: handles of send buffers still in use}."""
 
 
 class SendBuffers:
@@ -35,7 +35,7 @@ class SendBuffers:
         self._kept: dict[int, set[str]] = {}
 
     def segment(self, nbytes: int) -> BucketSegment:
-        """Return the smallest free segment that fits, or a new one. Wait while too many buckets are in flight."""
+        """Return the smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
         while len(self.in_flight) >= BUCKETS_AHEAD:
             self.await_oldest()
         used = {id(segment) for segment, _ in self.in_flight}
@@ -70,7 +70,7 @@ class TransportSender(ABC):
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds so far: `copy`, filling buffers; `wait`, waiting for a free buffer or for receivers."""
+        """Seconds so far: `copy`, filling buffers; `wait`, for a free buffer or for receivers."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
 
     @abstractmethod
@@ -83,7 +83,7 @@ class TransportSender(ABC):
 
     @abstractmethod
     def exported_memory(self) -> list[ExportedMemory]:
-        """Return the GPU memory exports that readers may still hold."""
+        """Return GPU memory exports that readers may still hold."""
 
     def close(self) -> None:
         self.group.close()
@@ -129,7 +129,7 @@ class BufferedSender(TransportSender):
 
     @abstractmethod
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
-        """Start sending. Return a function that waits for the receivers."""
+        """Start sending; return a function that waits for the receivers."""
 
     def close(self) -> None:
         super().close()
@@ -216,7 +216,7 @@ class FetchReceiver(TransportReceiver):
         gives_back: bool = False,
         otherwise: str = "weight_sync.transport: gloo does without",
     ) -> None:
-        """`gives_back`: record opened exports for `memory.free_abandoned_exports`. `otherwise`: advice in the error message."""
+        """`gives_back`: record opened exports for `memory.free_abandoned_exports`. `otherwise`: advice in the error."""
         super().__init__(group)
         self._open = open_segment
         self._gives_back = gives_back

@@ -21,7 +21,7 @@ class WeightUpdate:
     arrived: set[str] = field(default_factory=set)
 
     def check(self, tensors: Sequence[ExportedTensor]) -> None:
-        """Raise ValueError for a tensor that was not announced or has already arrived."""
+        """Raise ValueError for a tensor not announced or already arrived."""
         announced = {tensor.name for tensor in self.tensors}
         for tensor in tensors:
             if tensor.name not in announced or tensor.name in self.arrived:
@@ -70,7 +70,7 @@ def check_tensors(tensors: Sequence[ExportedTensor], shapes: Shapes) -> None:
 _CHUNK = 1 << 22
 _ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
-"""Step of `verify: sampled`: an update compares the checksums of every 16th tensor, in turn, and of at least one."""
+"""Step of `verify: sampled`: an update compares every 16th tensor's checksum, in turn, and at least one."""
 
 
 def sample(names: Collection[str], version: int) -> list[str]:
@@ -96,7 +96,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Pseudo-random odd factors, [_CHUNK] int64, which make the checksum depend on order."""
+    """Pseudo-random odd factors, [_CHUNK] int64: the checksum depends on order."""
     factors = torch.arange(1, _CHUNK + 1, device=device) * _ODD
     for _ in range(2):
         factors = (factors ^ (factors >> 29)) * _ODD

@@ -1,6 +1,6 @@
-"""LoRA adapters in an engine's worker, for weight updates that send only adapters.
+"""LoRA adapters in an engine's worker, for weight updates that send adapters only.
 
-Some engines adapt a fused layer (q, k, v) only as a whole: projections without adapters get zero matrices.
+Some engines adapt a fused layer (q, k, v) as a whole: projections without adapters get zero matrices.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ NAME = "actor_train"
 
 
 class IncomingAdapters:
-    """Buffer for the adapters of a weight update. `put_in_place` installs them."""
+    """Buffer for an update's adapters; `put_in_place` installs them."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
-        """`shapes`: {PEFT name: shape}. `put(rank, tensors)` installs adapters in the engine; it is first called with zeros."""
+        """`shapes`: {PEFT name: shape}. `put(rank, tensors)` installs adapters in the engine, first with zeros."""
         self.rank = rank
         self._shapes = shapes
         self._put = put
@@ -46,7 +46,7 @@ class AdaptedLayer:
     path: str
     layer: Any
     a: torch.Tensor
-    """A matrices of the layer's projections, stacked: [projections * rank, columns]."""
+    """A matrices of the projections, stacked: [projections * rank, columns]."""
     b: torch.Tensor
     """B matrices, stacked: [rows of all projections, rank]."""
 

@@ -1,5 +1,5 @@
-"""Return exceptions of engine workers as values, and raise them once all workers have answered. Otherwise vLLM's executor would leave the
-other answers in queues, and SGLang's RPC would report only one worker."""
+"""Return exceptions of engine workers as values, and raise them once all have answered: vLLM's executor would leave other answers in
+queues, SGLang's RPC would report one worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 def values(answers: Sequence[dict[str, Any]]) -> list[Any]:
-    """Return the workers' values. If workers failed, raise the error that probably caused the others."""
+    """Return the workers' values; if any failed, raise the error that probably caused the others."""
     for what, kind in ((_RAISED, RuntimeError), (_BROKE_OFF, TransferError), (_STALE, StaleEpoch)):
         if told := [answer[what] for answer in answers if what in answer]:
             raise kind("; ".join(told))

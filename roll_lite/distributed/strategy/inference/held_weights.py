@@ -1,7 +1,6 @@
 """Read an engine's weights back as Hugging Face tensors, to compare them with the trainer's.
 
-vLLM's matrices on CPUs are packed, and are read by multiplying with the identity: exact except for the sign of zero and, on some CPUs,
-subnormal numbers.
+vLLM packs matrices on CPUs. They are multiplied with the identity: exact except for the sign of zero and, on some CPUs, subnormal numbers.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 ReadExperts = Callable[[Any], tuple[int, torch.Tensor, torch.Tensor]]
-"""Function that reads this worker's part of an expert layer. It returns (number of experts on all workers, gate_proj above up_proj
-[experts, 2 * rows, columns], down_proj [experts, columns, rows]).
-"""
+"""Reads this worker's part of an expert layer: (number of experts on all workers, gate_proj above up_proj [experts, 2 * rows, columns],
+down_proj [experts, columns, rows])."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Layers:
     gather: Gather
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """Join a sharded tensor (collective). `copies`: number of workers that hold each shard; RuntimeError if the copies differ."""
+        """Join a sharded tensor (collective). `copies`: workers with each shard; RuntimeError if they differ."""
         if self.workers == 1:
             return part
         parts = self.gather(part.contiguous(), dim).chunk(self.workers, dim)
@@ -93,8 +91,8 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
 
 
 def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
-    """Join the workers' parts of an expert layer and yield (name, full matrix). If this worker has all `count` experts, it has a slice of
-    each; else each worker has a block of whole experts."""
+    """Join the workers' parts of an expert layer; yield (name, full matrix). A worker with all `count` experts has a slice of each,
+    otherwise a block of whole experts."""
     here = len(gate_up)
     for number in range(here):
         for part, tensor, dim in zip(EXPERT, (*gate_up[number].chunk(2), down[number]), (0, 0, 1), strict=True):
@@ -106,8 +104,8 @@ def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, l
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """Return two lists with an entry per matrix fused in the module: its rows on this worker, and the number of workers that hold the same
-    rows (several for replicated key and value heads)."""
+    """Return, for each matrix fused in the module, its rows on this worker and how many workers hold the same rows (several for replicated
+    key and value heads)."""
     if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))

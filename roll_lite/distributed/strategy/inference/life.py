@@ -24,9 +24,9 @@ class EngineState(StrEnum):
     SERVING = "serving"
     PAUSED = "paused"
     UPDATING = "updating"
-    """An update is under way: the weights are a mix of old and new."""
+    """An update is in progress: the weights are a mix of old and new."""
     HALF_UPDATED = "half updated"
-    """An update stopped partway: the engine needs a complete update."""
+    """An update stopped partway; a complete one is needed."""
     CACHE_OFFLOADED = "cache offloaded"
     WEIGHTS_OFFLOADED = "weights offloaded"
     """Weights, and perhaps the KV cache, are offloaded."""
@@ -39,10 +39,10 @@ class EngineEvent(StrEnum):
     RESUME = "resume"
     CONNECT = "connect"
     BEGIN_UPDATE = "begin update"
-    """Announce an update; replaces an earlier announcement."""
+    """Announces an update; replaces an earlier announcement."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """Record a failed bucket transfer. The old weights are intact unless a bucket was loaded."""
+    """A bucket transfer failed. The old weights are intact unless a bucket was loaded."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -86,10 +86,7 @@ class EngineLife:
         """True from an offload that dropped the weights until a complete update."""
         self.update: WeightUpdate | None = None
         self.halted: bool | None = False
-        """True if the engine process has paused generation.
-
-        None (unknown): during a call to pause or resume, or after the call was cancelled.
-        """
+        """True if the engine process has paused generation; None (unknown) during a call to pause or resume and after its cancellation."""
         self.version = 0
         self._make = make
         self._died = asyncio.Event()

@@ -27,7 +27,7 @@ class EnginePart(Protocol):
 
 
 class EngineMake(EnginePart, Protocol):
-    """vLLM or SGLang in separate processes. EngineStrategy calls its methods only in states that allow them (`ALLOWED` in life.py)."""
+    """vLLM or SGLang in separate processes. EngineStrategy calls its methods in states that allow them (`ALLOWED` in life.py)."""
 
     @property
     def notes(self) -> Sequence[str]: ...
@@ -35,15 +35,15 @@ class EngineMake(EnginePart, Protocol):
     # ------------------------------------------------------------ life
 
     async def preload(self) -> None:
-        """Import the engine's package, before `start`. May do nothing."""
+        """Import the engine's package before `start`; may do nothing."""
 
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
-        """Finish the start. Processes are already monitored for crashes."""
+        """Finish the start. Crashes of processes are already watched."""
 
     async def answered(self) -> object:
-        """Wait until the engine's step loop answers. The loop answers between steps, even while paused."""
+        """Wait until the engine's step loop answers, which it does between steps, even while paused."""
         ...
 
     # ------------------------------------------------------------ requests

@@ -15,7 +15,7 @@ from roll_lite.distributed.session_guard import SHARED, remove_folder
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Environment variable with the pid of the hosting process. The engine's processes end with that process."""
+"""Environment variable: pid of the hosting process, with which the engine's processes end."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 
@@ -43,14 +43,14 @@ class EngineProcesses:
         return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
 
     async def end(self, ask: Callable[[], None]) -> None:
-        """Call `ask`, which requests an exit; then kill the processes that still run."""
+        """Call `ask`, which requests an exit; then kill what still runs."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
         self._kill()
         await asyncio.to_thread(psutil.wait_procs, self.all, _PATIENCE_S)
         remove(self._shared)
 
     def kill(self) -> None:
-        """Kill the processes and remove their shared memory, without waiting: the caller may soon be killed too."""
+        """Kill the processes and remove their shared memory without waiting: the caller may be killed soon."""
         self._kill()
         remove(self._shared)
 
@@ -68,7 +68,7 @@ def _ancestors(process: psutil.Process) -> set[int]:
 
 
 def cleans_up(process: psutil.Process) -> bool:
-    """True for Python's resource tracker, which removes shared memory of dead processes and exits."""
+    """True for Python's resource tracker, which removes dead processes' shared memory and exits."""
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.Error:
@@ -76,7 +76,7 @@ def cleans_up(process: psutil.Process) -> bool:
 
 
 def shared_memory(pid: int) -> set[Path]:
-    """Return the shared-memory files that a process has mapped. They remain after a kill."""
+    """Return shared-memory files that a process has mapped; they outlive a kill."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -86,7 +86,7 @@ def shared_memory(pid: int) -> set[Path]:
 
 
 def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Return the processes' shared-memory files, except semaphores, which may belong to the hosting process."""
+    """Return the processes' shared-memory files, without semaphores, which may be the hosting process's."""
     return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
 
 
@@ -112,8 +112,8 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """Wait in a thread for the end of process `pid`, then call `act`. If the hosting process has ended too, first remove the engine's
-    scratch folder."""
+    """Wait in a thread for the end of process `pid`; then call `act`, after removing the engine's scratch folder if the hosting process has
+    ended too."""
     watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
 
     def watch() -> None:
@@ -134,7 +134,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """Kill processes, the caller last, and remove their shared memory. Python's resource trackers are not killed."""
+    """Kill processes, the caller last, except Python's resource trackers; remove their shared memory."""
     remove(_left_behind(processes))
     killed = [process for process in processes if not cleans_up(process)]
     for process in sorted(killed, key=lambda process: process.pid == os.getpid()):

@@ -13,13 +13,13 @@ from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
 STOP_OVERLAP = "roll_lite_stop_overlap"
-"""Request argument: number of tokens at the end of a resumed request's prompt in which a stop string may begin."""
+"""Request argument: tokens at the end of a resumed request's prompt in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Tokens added to the stop overlap, because special tokens and parts of characters have no text."""
+"""Tokens added to the stop overlap: special tokens and parts of characters have no text."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
-"""New tokens are reported at every fifth poll. If the engine dies, tokens after the last report are lost."""
+"""Polls between reports of new tokens. If the engine dies, tokens after the last report are lost."""
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class InFlight:
 
 
 ProgressQuery = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Function that returns each request's progress (None before the request begins). The bool argument: also return new tokens."""
+"""Returns each request's progress, None before it begins. The bool: also return new tokens."""
 
 
 class ProgressReports:
@@ -74,8 +74,8 @@ def stop_overlap_tokens(request: GenerationRequest) -> int:
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
-    """Convert expert choices [tokens, layers, experts per token] to int16 [tokens, expert layers * experts per token]. The input may have
-    all layers or only expert layers."""
+    """Convert expert choices [tokens, layers, experts per token], of all or of expert layers, to int16 [tokens, expert layers * experts per
+    token]."""
     if told.shape[1] == len(experts.layers):
         told = told[:, np.array(experts.layers)]
     assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"

@@ -18,11 +18,11 @@ _LONGEST_BASE = 50  # socket paths have at most 107 bytes, and engines append up
 
 
 class Scratch:
-    """Temporary folder of an engine: sockets, rendezvous files, semaphores, caches. The engine removes it at shutdown. If the hosting
-    process is killed, the engine's processes or the next engine remove it."""
+    """Temporary folder of an engine: sockets, rendezvous files, semaphores, caches. Removed at shutdown or, if the hosting process is
+    killed, by the engine's processes or the next engine."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
-        """`variables`: environment variables that get the path, besides TMPDIR."""
+        """`variables`: environment variables that get the path besides TMPDIR."""
         self._variables = ("TMPDIR", SCRATCH, *variables)
         base = tempfile.gettempdir()
         base = base if len(base) <= _LONGEST_BASE else "/tmp"
@@ -45,7 +45,7 @@ class Scratch:
 
 
 def _remove_in(pid: int, path: str, lock: int) -> None:
-    """Remove the folder, but only in the process that made it: forks inherit this finalizer."""
+    """Remove the folder in the process that made it: forks inherit this finalizer."""
     if os.getpid() == pid:
         remove_folder(Path(path))
         os.close(lock)
@@ -76,7 +76,7 @@ def _clear_if_abandoned(folder: Path) -> None:
 
 
 def name_semaphores() -> None:
-    """Name this process's semaphores after the scratch folder, so that they are removed with it. For engine processes started without
+    """Name this process's semaphores after the scratch folder, with which they are removed; for engine processes started without
     multiprocessing or outside `inherited`."""
     _call_semaphores(f"/{Path(os.environ[SCRATCH]).name}")
 

@@ -11,13 +11,13 @@ from roll_lite.config.schema.models import EngineStrategyConfig
 
 CPU_KV_CACHE_MB = 256
 FP8_CAPABILITY = (8, 9)
-"""Minimum compute capability for fp8 (Ada). On older GPUs, vLLM refuses fp8, and SGLang's packed weights cannot be updated."""
+"""Minimum compute capability for fp8 (Ada). On older GPUs vLLM refuses it, and SGLang's packed weights cannot be updated."""
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """{fused layer: its projections}, for model classes without `packed_modules_mapping`."""
 
 Range = tuple[str, str]
-"""(first supported version, first unsupported later version)."""
+"""(first supported version, first unsupported one)."""
 
 
 class NotInstalled(RuntimeError):
@@ -25,8 +25,8 @@ class NotInstalled(RuntimeError):
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Return the version of the first of `distributions` that is installed. RuntimeError if the version is outside `supported`,
-    NotInstalled if none is installed. `remedy`: what to install, for messages."""
+    """Return the version of the first installed one of `distributions`. RuntimeError outside `supported`, NotInstalled without any.
+    `remedy`: what to install."""
     low, high = supported
     for name in distributions:
         try:
@@ -44,7 +44,7 @@ class Environment:
     preset: Mapping[str, str]
     """Variables that the user may override."""
     required: Mapping[str, str] = field(default_factory=dict)
-    """Variables that override the user's, for correctness."""
+    """Variables that override the user's: the engine needs them."""
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -59,12 +59,12 @@ class Environment:
 
 
 def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
-    """Return the KV cache size; None: the rest of GPU memory. `given`: configured size."""
+    """Return the KV cache size from the configured one; None: the rest of GPU memory."""
     return given if given is not None or cuda else CPU_KV_CACHE_MB
 
 
 def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
-    """True if fp8 is configured. ValueError if this machine has no GPU for it."""
+    """True if fp8 is configured; ValueError if no GPU here can do it."""
     if strategy.quantization != "fp8":
         return False
     if not cuda:

@@ -1,7 +1,6 @@
 """Detect an engine that takes no steps although its processes live: a hung kernel, a deadlock.
 
-The engine's loop answers between steps. An engine is stuck if an answer takes much longer than the longest step so far, without
-compilation.
+The engine's loop answers between steps. It is stuck if an answer takes much longer than the longest step so far, without compilation.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from roll_lite.distributed.liveness import Heartbeat
 
 AUTO_S = 7.0
 AUTO_CPU_S = 300.0
-"""Limit for "auto" on a CPU, where a step may be long: vLLM never splits a prompt."""
+"""Limit for "auto" on a CPU, where steps may be long: vLLM never splits a prompt."""
 ASK_S = 1.0
 LISTEN_S = 0.25
 LATE = 0.5
-"""Fraction of the limit after which the watch checks for running compilers. Compilation time does not count."""
+"""Fraction of the limit after which running compilers are looked for; their time does not count."""
 SLOWER = 4.0
 """Minimum ratio of the limit to the longest step so far."""
 FIRST_STEPS = 40.0
-"""Factor of the limit while kernels may be compiled in-process: until the first response of each kind of sampling has ended."""
+"""Factor of the limit while kernels may compile in-process: until the first response of each kind of sampling has ended."""
 
 
 def step_limit(setting: float | str | None) -> float | None:
@@ -39,7 +38,7 @@ class StepWatch(Heartbeat):
     def __init__(
         self, answer: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
     ) -> None:
-        """`answer()` returns once the engine's loop replies. `is_compiling()` is called only if the reply is late (LATE)."""
+        """`answer()` returns once the engine's loop replies. `is_compiling()` is called if the reply is late (LATE)."""
         super().__init__(self._step, limit_s, ASK_S, LISTEN_S)
         self._answer = answer
         self._is_compiling = is_compiling
@@ -58,7 +57,7 @@ class StepWatch(Heartbeat):
             self._in_flight[kernels] -= 1
 
     def responded(self, kernels: Hashable) -> None:
-        """Record that a response has ended: the kernels of its sampling are compiled."""
+        """Record a response's end: the kernels of its sampling are compiled."""
         self._responded.add(kernels)
 
     @property

@@ -50,7 +50,7 @@ class EngineStrategy(InferenceStrategy):
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """{tensor name: shape} of the tensors that weight updates send: all tensors of the checkpoint, or only adapters."""
+        """{name: shape} of the tensors in weight updates: all of the checkpoint, or adapters."""
 
     # ------------------------------------------------------------ life
 
@@ -222,7 +222,7 @@ class EngineStrategy(InferenceStrategy):
         self.life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Receive and load a bucket. An update's first bucket freezes the engine until the update is complete."""
+        """Receive and load a bucket. The first one freezes the engine until the update is complete."""
         self._require_update()
         async with self._order:
             tensors = tensors_of(routes)
@@ -243,7 +243,7 @@ class EngineStrategy(InferenceStrategy):
             update.arrived.update(tensor.name for tensor in tensors)
 
     async def _broke_off(self) -> None:
-        """End an update that failed: the engine keeps its old weights or, if some are overwritten, stays frozen."""
+        """End a failed update: the engine keeps its old weights or, if some are overwritten, stays frozen."""
         try:
             touched = any(await self._call_workers("roll_lite_weights_touched"))
         except Exception as unknown:  # an engine in an unknown state must not continue
@@ -269,7 +269,7 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Return checksums in the dtype of the last update, so that they equal the sender's."""
+        """Return checksums in the dtype of the last update: they equal the sender's."""
         async with self._turn(EngineEvent.READ_WEIGHTS):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)
@@ -289,7 +289,7 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Suspend the check for a stuck engine during a call in which the engine takes no steps."""
+        """Suspend the stuck check during a call in which the engine takes no steps."""
         with self._steps.suspended():
             return await self._answer(call)
 
@@ -322,7 +322,7 @@ class EngineStrategy(InferenceStrategy):
 
     @asynccontextmanager
     async def _turn(self, event: EngineEvent) -> AsyncIterator[None]:
-        """Hold the lock during a call. Raise an error if the engine's state forbids `event`."""
+        """Hold the lock during a call; raise if the engine's state forbids `event`."""
         self._require(event)
         async with self._order:
             self._require(event)

@@ -1,6 +1,6 @@
-"""Checkpoints in Megatron's torch_dist format: weights, optimizer, learning rate schedule, random state.
+"""Checkpoints in Megatron's torch_dist format: weights, optimizer, schedule, random state.
 
-Shards have offsets in the full tensor, so that another parallel layout can load them; only random state needs the same layout.
+Shards have offsets in the full tensor, so other parallel layouts can load them; random state needs the same layout.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def write_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save a checkpoint to a shared folder (collective). `model`: facts about the model that loading compares. `writer`: writes the tensors
-    to STATE_FOLDER. Return this rank's files."""
+    """Save a checkpoint to a shared folder (collective); return this rank's files. `model`: facts that loading compares. `writer`: of the
+    tensors, to STATE_FOLDER."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -101,7 +101,7 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
     """Load a checkpoint (collective). Learning rate, betas and weight decay stay as configured."""
     check_same_model(folder, model)
-    # Before loading, tensors in this nested state are templates: the stored tensor's name and this rank's shard.
+    # Before loading, tensors in this nested state are templates: the stored name and this rank's shard.
     wanted = _sharded_state(chunks, optimizer, loading=True)
     to_fill = wanted.pop("optimizer", None)
     weights = [wanted.get(name, {}) for name, _ in _named_chunks(chunks)]
@@ -186,7 +186,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
 
 
 def _is_extra(name: str) -> bool:
-    """True for Transformer Engine's fp8 scaling factors. They are unused, and would prevent loading into torch's layers."""
+    """True for Transformer Engine's fp8 scaling factors: unused, and torch's layers could not load them."""
     return name.rpartition(".")[2].startswith("_extra_state")
 
 
@@ -200,7 +200,7 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    """Save strategy that writes from this process. Megatron's own strategy forks, which can hang with threads of Ray, gloo and CUDA."""
+    """Save strategy that writes from this process. Megatron's forks, which can hang with threads of Ray, gloo and CUDA."""
 
     def __init__(self, writer: FileSystemWriter) -> None:
         super().__init__("torch_dist", 1)
@@ -219,8 +219,8 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Make the distributed optimizer save its buckets with their padding. Megatron-Core 0.16 saves them without, but looks up offsets with
-    padding: parameters after the first padding would load wrong values."""
+    """Make the distributed optimizer save buckets with their padding. Megatron-Core 0.16 saves them without but looks up offsets with it:
+    parameters after the first padding would load wrong values."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
@@ -229,8 +229,8 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Return (container, key) of each tensor to load in the nested optimizer state. `stored`: tensor names in the checkpoint. Float32
-    weights missing there are removed."""
+    """Return (container, key) of each tensor to load in the nested optimizer state. `stored`: names in the checkpoint; float32 weights
+    missing there are removed."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):
@@ -275,7 +275,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
     """Copy loaded tensors into the optimizer. Replaces a method of Megatron-Core 0.16 that looks for `step` among the tensors, although
-    parameter groups hold `step`."""
+    parameter groups hold it."""
     group, place = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][place]
     states = self.optimizer.state[main]

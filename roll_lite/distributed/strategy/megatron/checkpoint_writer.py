@@ -54,12 +54,12 @@ class SaveJob:
     plan: SavePlan
     contents: dict[Any, TensorPlace | bytes]
     later: list[tuple[Path, int]]
-    """(path, memfd) of files to write after the tensors."""
+    """(path, memfd) of files written after the tensors."""
     others: list[Path]
 
 
 class StagedWriter(FileSystemWriter):
-    """FileSystemWriter that copies contents to memory, for another process to write."""
+    """FileSystemWriter that copies contents to memory; another process writes them."""
 
     memory: io.FileIO
     plan: SavePlan
@@ -101,7 +101,7 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """Write the index of all ranks' files on the coordinating rank. Return {path of the index: its record} there, {} on other ranks."""
+        """Write the index of all ranks' files on the coordinating rank. Return {its path: its record} there, else {}."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)
@@ -111,8 +111,7 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Save by a background process. `files`: this rank's files; files already written are only flushed and recorded. `finish` is
-    collective."""
+    """Save by a background process. `files`: this rank's; those already written are flushed and recorded. `finish` is collective."""
 
     def __init__(self, folder: Path, files: Sequence[Path], writer: StagedWriter) -> None:
         super().__init__(folder)

@@ -1,4 +1,4 @@
-"""Stand-in for `torch.cuda` without CUDA: the functions that Megatron-Core calls in training."""
+"""Stand-in for `torch.cuda` without CUDA: what Megatron-Core calls in training."""
 
 from __future__ import annotations
 

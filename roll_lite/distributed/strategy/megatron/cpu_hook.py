@@ -1,6 +1,6 @@
 """Make Megatron-Core run without CUDA: `install()` adds an import hook that rewrites modules.
 
-EXPECTED maps modules to their number of rewrites. If upstream has changed and the number differs, the import fails.
+EXPECTED maps modules to numbers of rewrites. If upstream has changed and one differs, the import fails.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch
 from roll_lite.distributed.strategy.megatron import cpu_device
 
 SUPPORTED = ((0, 16, 1), (0, 17, 0))
-"""(first supported version, first unsupported later version)."""
+"""(first supported version, first unsupported one)."""
 
 _STAND_IN = "_roll_lite_cpu_device"
-"""Global variable through which rewritten modules reach cpu_device. The loader sets it: an import statement would shift line numbers."""
+"""Global variable through which rewritten modules reach cpu_device. The loader sets it: an import would shift line numbers."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class _Finder(MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compile the rewritten source. Its bytecode is cached apart from Python's own .pyc, which holds the original's bytecode."""
+        """Compile the rewritten source. Its bytecode is cached apart from Python's .pyc of the original."""
         source = self.get_data(self.path)
         cache = cache_from_source(self.path, optimization="roll0lite")
         key = sha256(source + repr((fullname, self.path, _REWRITES, EXPECTED)).encode()).digest()

@@ -44,7 +44,7 @@ class Balance:
     """Expert use and load-balancing loss of an optimizer step.
 
     Loss per layer and row, as in Switch Transformer: number of experts * sum over experts of (share of choices * mean probability); 1 if
-    use is even. Micro-batches and ranks do not change the loss, since rows are whole.
+    use is even. Rows are whole: micro-batches and ranks do not change it.
     """
 
     def __init__(self, coef: float) -> None:
@@ -65,8 +65,8 @@ class Balance:
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Record a layer's load-balancing loss, summed over a micro-batch's rows. Return its part of the training objective:
-        loss * coef / rows of the optimizer step."""
+        """Record a layer's load-balancing loss, summed over a micro-batch's rows. Return its part of the objective: loss * coef / rows of
+        the optimizer step."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 
@@ -110,7 +110,7 @@ class ExpertRouter(TopKRouter):
         return tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else tokens
 
     def _count(self, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return routing weights with the balance loss's gradient attached. Padding (the last row) is not counted."""
+        """Return routing weights with the balance loss's gradient attached. Padding (the last row) does not count."""
         rows, layer = self.rows, self.layer_number - 1
         row_of = self._own(rows.row_of)
         empty = logits.new_zeros(len(rows.lengths) + 1, self.num_experts)
@@ -134,7 +134,7 @@ class ExpertRouter(TopKRouter):
 
 
 class GroupedExperts(SequentialMLP):
-    """SequentialMLP that computes all experts of a rank with one kernel. On GPUs, the kernel needs bfloat16 and widths divisible by 8."""
+    """SequentialMLP that computes all experts of a rank with one kernel, which on GPUs needs bfloat16 and widths divisible by 8."""
 
     def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
         if not len(hidden) or (hidden.is_cuda and not self._fits_kernel(hidden)):
@@ -153,8 +153,8 @@ class GroupedExperts(SequentialMLP):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Product of each expert's tokens [tokens, in] with its weight [out, in], by one kernel. `ends`: index after each expert's last token.
-    The backward pass stacks the weights again to save memory."""
+    """Product of each expert's tokens [tokens, in] with its weight [out, in], by one kernel. `ends`: index after each expert's tokens.
+    Backward stacks the weights again to save memory."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -174,8 +174,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class Experts(MoELayer):
-    """Mixture-of-experts layer. Before recomputation, it restores the router's `rows` (packing layout), which later micro-batches have
-    overwritten."""
+    """Mixture-of-experts layer. Recomputation restores the router's `rows` (packing layout), which later micro-batches overwrite."""
 
     router: ExpertRouter
 

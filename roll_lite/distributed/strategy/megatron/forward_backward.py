@@ -15,13 +15,12 @@ OnHead = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Call Megatron's finalize_model_grads without dividing by the token count, which loss weights already include."""
+    """Call Megatron's finalize_model_grads without dividing by the token count, which loss weights include."""
     finalize_model_grads(chunks, None, **options)
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches without gradients. The last pipeline stage returns the results of `on_head(stage output, input)`, other stages
-    []."""
+    """Run micro-batches without gradients. The last pipeline stage returns results of `on_head(stage output, input)`, others []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -32,8 +31,8 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 
 
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward and backward, and sum gradients over micro-batches and data-parallel ranks. `on_head(stage output, input)`
-    returns (loss, value). The last pipeline stage returns the values, other stages []."""
+    """Run micro-batches forward and backward; sum gradients over micro-batches and data-parallel ranks. `on_head(stage output, input)`
+    returns (loss, value). The last pipeline stage returns the values, others []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -73,9 +72,9 @@ def over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sum metrics over micro-batches and data-parallel ranks, waiting for the device once.
+    """Sum metrics over micro-batches and data-parallel ranks, with one wait for the device.
 
-    Context-parallel ranks hold equal sums. These are averaged, so that a NaN or infinity on one rank reaches all.
+    Context-parallel ranks' equal sums are averaged, so that a NaN or infinity on one reaches all.
     """
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:

@@ -24,12 +24,12 @@ from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 CutChange = Callable[[torch.Tensor], torch.Tensor]
-"""Function that changes a rank's shard before export (e.g. merges an adapter), not in place."""
+"""Changes a rank's shard before export (e.g. merges an adapter), not in place."""
 Write = Callable[[Path, bytes], None]
 OF_TORCH = {"format": "pt"}
 FILE_BYTES = 4 << 30
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Name endings of weight files. Other files of the model's folder are copied."""
+"""Name endings of weight files. A model folder's other files are copied."""
 
 
 def read_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -60,12 +60,11 @@ class _Source:
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]
-"""(name, full shape, dtype, owner) of a tensor. The owner is the rank that gathers the tensor."""
+"""(name, full shape, dtype, owner) of a tensor. The owner gathers it."""
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Group tensors into buckets of one dtype, since a bucket is gathered as one tensor. A bucket has at most `bucket_bytes`, or one
-    tensor."""
+    """Group tensors into buckets of one dtype (a bucket is gathered as one tensor), of at most `bucket_bytes` or one tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -84,10 +83,10 @@ def _nbytes(tensor: _Described) -> int:
 
 
 def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_owners: int = 1) -> list[list[_Described]]:
-    """Order the buckets for sending: one of each owner in turn, so that an owner gathers while engines load the previous bucket.
+    """Order the buckets for sending: one of each owner in turn, so that an owner gathers while engines load the previous one.
 
-    With several `expert_owners`, an engine holds a layer's experts until all owners have sent theirs. Therefore one bucket of each owner
-    together has at most `bucket_bytes` (or one layer's experts, if larger), and a bucket with experts ends with a layer.
+    With several `expert_owners`, an engine holds a layer's experts until all owners have sent theirs. One bucket of each owner together
+    therefore has at most `bucket_bytes` (or one layer's experts, if larger), and a bucket with experts ends with a layer.
     """
     of_experts = [tensors for tensors in owned if tensors and _layer(tensors[0])]
     share = max((sum(_nbytes(one) for one in tensors if _layer(one) == _layer(tensors[0])) for tensors in of_experts), default=0)
@@ -100,7 +99,7 @@ def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_o
 
 
 def _layer(expert: _Described) -> str:
-    """Return the name prefix that a layer's experts share; empty for other tensors."""
+    """Return the name prefix of a layer's experts; "" for other tensors."""
     prefix, experts, _ = expert[0].partition(".experts.")
     return prefix if experts else ""
 
@@ -120,7 +119,7 @@ class HfExporter:
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int, for_engines: bool = False) -> ExportPlan:
-        """Plan the export in buckets (collective). Each bucket has an owner, the rank that gathers it. Experts have separate buckets."""
+        """Plan the export in buckets (collective). A bucket's owner gathers it. Experts have separate buckets."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
@@ -133,7 +132,7 @@ class HfExporter:
         return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))
 
     def bucket(self, tensors: Sequence[ExportedTensor], read: Read = read_parameter) -> dict[str, torch.Tensor] | None:
-        """Gather a bucket (collective over the owner's tensor group). Return full tensors by name on the owner, None elsewhere."""
+        """Gather a bucket (collective over the owner's tensor group): full tensors by name on the owner, None elsewhere."""
         if tensors[0].name not in self._places:
             return None
         source = self._sources[self._places[tensors[0].name][0].entry.of_experts]
@@ -157,13 +156,13 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v). `joined`: joined over ranks that
-        share a key/value head."""
+        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v). `joined`: over ranks that share a
+        key/value head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 
     def _join_shared(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-        """Join the Megatron tensors of ranks that share a key/value head (collective); return `local` if none do."""
+        """Join the Megatron tensors of ranks that share a key/value head (collective); `local` if none do."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         if sharing == 1:
             return local
@@ -215,8 +214,8 @@ def write_hf(
     read: Read = read_parameter,
     write: Write | None = None,
 ) -> list[Path]:
-    """Write a Hugging Face folder (collective) and return this rank's files. `source`: the model's folder. `read` returns a parameter's
-    values; `write` writes a file's bytes."""
+    """Write a Hugging Face folder (collective); return this rank's files. `source`: the model's folder. `read` returns a parameter's
+    values; `write` writes a file."""
     folder.mkdir(parents=True, exist_ok=True)
     buckets = exporter.plan(FILE_BYTES).buckets()
     files: dict[str, str] = {}
@@ -248,7 +247,7 @@ def write_hf(
 
 
 def save_adapters(exporter: HfExporter, folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Write LoRA adapters in PEFT format (collective). `config`: contents of adapter_config.json. Return this rank's files."""
+    """Write LoRA adapters in PEFT format (collective); return this rank's files. `config`: contents of adapter_config.json."""
     own: dict[str, torch.Tensor] = {}
     for tensors in exporter.plan(FILE_BYTES).buckets():
         own |= {name: tensor.contiguous().to("cpu", copy=True) for name, tensor in (exporter.bucket(tensors) or {}).items()}

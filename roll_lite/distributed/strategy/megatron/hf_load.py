@@ -54,10 +54,8 @@ def load_weights(
     value_init: ValueInit | None,
     key: str,
 ) -> None:
-    """Load this rank's weights. ValueError for missing, unknown and misshapen tensors.
-
-    `value_init`: "actor" leaves the value head at zero; None: language model. `key`: YAML path of `folder`.
-    """
+    """Load this rank's weights. ValueError for missing, unknown and misshapen tensors. `value_init`: "actor" leaves the value head at zero;
+    None: language model. `key`: YAML path of `folder`."""
     checkpoint = HfCheckpoint(folder, key)
     fresh = set(VALUE_HEAD.hf) if value_init == "actor" else set()
     missing = sorted({name for binding in bindings for name in binding.hf} - checkpoint.names - fresh)
@@ -88,7 +86,7 @@ def load_weights(
 
 
 def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -> None:
-    """Load LoRA adapters in PEFT format. `wanted`: the model's adapter names. ValueError for missing, unknown and misshapen tensors."""
+    """Load LoRA adapters in PEFT format. `wanted`: the model's adapters. ValueError for missing, unknown and misshapen tensors."""
     checkpoint = HfCheckpoint(folder, "actor_train.lora.path", ADAPTER_WEIGHTS)
     for names, what in ((wanted - checkpoint.names, "lacks"), (checkpoint.names - wanted, "has")):
         if names:
@@ -105,7 +103,7 @@ def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -
 
 
 def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -> torch.Tensor:
-    """Read this rank's shard. `sharing`: number of ranks that share a key/value head and read the same shard."""
+    """Read this rank's shard. `sharing`: ranks that share a key/value head and read the same shard."""
     group = cut_group(entry.of_experts)
     tensor_rank, tensor_size = group.rank() // sharing, group.size() // sharing
     view = checkpoint.slice(name)

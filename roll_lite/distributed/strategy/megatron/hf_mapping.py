@@ -1,7 +1,6 @@
-"""Table that maps Megatron tensors to Hugging Face tensors.
+"""Table from Megatron tensors to Hugging Face tensors.
 
-Tensor parallelism shards a Hugging Face tensor evenly along one dimension. A rank's Megatron tensor joins shards of one or more Hugging
-Face tensors.
+Tensor parallelism shards a Hugging Face tensor evenly along one dimension; a rank's Megatron tensor joins shards of one or more of them.
 """
 
 from __future__ import annotations
@@ -43,14 +42,12 @@ class Entry:
 
     @property
     def of_experts(self) -> bool:
-        """True for tensors that exist per expert, sharded by expert_tensor_parallel."""
+        """True for tensors of single experts, sharded by expert_tensor_parallel."""
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Return the parameter's name in Megatron's model.
-
-        `layer`, `expert`: local numbers. `among`: the model's names, which decide between `megatron` and `fused`.
-        """
+        """Return the parameter's name in Megatron's model. `layer`, `expert`: local numbers. `among`: the model's names: `megatron` or
+        `fused`."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -118,7 +115,7 @@ FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut
 LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=True)
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
-"""Value head, named as in Hugging Face's one-label sequence classification, so that reward models can be loaded."""
+"""Named as in Hugging Face's one-label sequence classification, so that reward models can be loaded."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +149,8 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Return how many consecutive tensor-parallel ranks share (and shard) a key/value head: more than 1 only for q, k and v with fewer
-    key/value heads than ranks."""
+    """Return how many consecutive tensor-parallel ranks share (and shard) a key/value head: 1, or more for q, k and v if there are fewer
+    heads than ranks."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 

@@ -1,4 +1,4 @@
-"""Decoder layers from Megatron's and torch's modules or from Transformer Engine's, with our attention over packed rows and value head."""
+"""Decoder layers of Megatron's and torch's modules or of Transformer Engine's, with our attention over packed rows and value head."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 
 
 def has_fused_kernels() -> bool:
-    """True if fused GPU kernels are available. Memory plans for GPUs replace this function on machines without GPUs."""
+    """True if fused GPU kernels are available. Memory plans for GPUs replace this function elsewhere."""
     return torch.cuda.is_available()
 
 
@@ -90,7 +90,7 @@ class SdpaAttention(MegatronModule):
         return packed(q, k, v, rows).reshape(len(query), 1, -1)
 
     def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Flash attention. `window_size` (tokens before, tokens after): -1 means all earlier tokens, 0 no later ones."""
+        """Flash attention. `window_size`: tokens before (-1: all) and after."""
         window = (-1 if self.looks_back is None else self.looks_back, 0)
         key_starts = rows.starts if rows.key_starts is None else rows.key_starts
         sizes = rows.most_tokens, rows.most_keys
@@ -112,8 +112,7 @@ class SdpaAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _before(self, size: int, keys: int, device: torch.device) -> torch.Tensor | None:
-        """Return the attention mask [size, keys] of queries at the last `size` of `keys` tokens; None if plain causal attention
-        suffices."""
+        """Return the mask [size, keys] of queries at the last `size` of `keys` tokens; None if plain causal attention suffices."""
         windowed = self.looks_back is not None and self.looks_back + 1 < keys
         if size == keys and not windowed:
             return None
@@ -127,7 +126,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return values, [N, hidden] -> [N], in float32 because they are regression outputs."""
+        """Return values, [N, hidden] -> [N], in float32: they are regression outputs."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float()).squeeze(-1)
 
 
@@ -140,7 +139,7 @@ STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linea
 class LayerParts:
     norm: Any
     normed_column: Any
-    """Column-parallel linear layer; with `fused`, includes the norm of the layer's input."""
+    """Column-parallel linear layer; with `fused`, after the norm of its input."""
     row: Any
     experts: Any
     fused: bool
@@ -154,12 +153,11 @@ TORCH = LayerParts(
     fused=False,
 )
 TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORCH.experts.submodules))
-"""Layers for GPUs: one kernel computes all experts. Adapters cannot use them, since they hook into each expert's layers."""
+"""Layers for GPUs: one kernel computes all experts. Adapters, which hook into each expert's layers, cannot use them."""
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
-    """Choose layer classes. "auto": Transformer Engine's if it is installed, on a GPU and without adapters. ValueError if `wanted` classes
-    are unusable."""
+    """Choose layer classes. "auto": Transformer Engine's if installed, on a GPU, without adapters. ValueError if `wanted` is unusable."""
     reason = _why_unusable(has_adapters)
     if wanted == "transformer_engine" and reason is not None:
         raise ValueError(f"strategy.layers: transformer_engine {reason}; use torch, or auto")

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from roll_lite.distributed.strategy.megatron.vocabulary import DROPPED, HeadGradients, SoftmaxSums, Vocabulary
 
 KEPT_LOGITS = 1 << 24
-"""Maximum logits kept for the backward pass (64 MiB in float32). If there are more, all are recomputed."""
+"""Maximum logits kept for backward (64 MiB in float32); above it, all are recomputed."""
 
 
 def log_probs_and_entropy(
@@ -69,8 +69,8 @@ class _LogProbs(torch.autograd.Function):
 
 
 def distribution(hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, the full vocabulary on every rank. Tokens
-    outside a truncated softmax get DROPPED and no gradient."""
+    """Return log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, whole on every rank. Tokens outside a
+    truncated softmax get DROPPED and no gradient."""
     result: torch.Tensor = _Distribution.apply(hidden, weight, vocabulary)
     return result
 

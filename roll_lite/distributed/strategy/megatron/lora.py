@@ -1,5 +1,4 @@
-"""LoRA: trainable matrices A [rank, in] and B [out, rank] beside frozen linear layers, as in PEFT: W x + (alpha / rank) B A x
-(docs/lora.md).
+"""LoRA: trainable A [rank, in] and B [out, rank] beside frozen linear layers, as in PEFT: W x + (alpha / rank) B A x (docs/lora.md).
 
 Tensor parallelism shards B in column-parallel layers, A in row-parallel ones. Adapters of experts are replicated.
 """
@@ -32,7 +31,7 @@ class Projection(torch.nn.Module):
     """Shards of one projection's LoRA matrices on this tensor rank. B starts at zero."""
 
     def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
-        """`base`: this rank's shard of the frozen weight. A's initial values do not depend on the parallel layout."""
+        """`base`: this rank's shard of the frozen weight. A's initial values do not depend on the layout."""
         super().__init__()
         rows, columns = base.shape
         group = cut_group(entry.of_experts)
@@ -46,7 +45,7 @@ class Projection(torch.nn.Module):
 
     @torch.no_grad()
     def scaled(self, lora_b: torch.Tensor) -> torch.Tensor:
-        """Return B times alpha / rank, for engines that omit this factor."""
+        """Return B * alpha / rank, for engines that omit this factor."""
         return (lora_b.float() * self.scale).to(lora_b.dtype)
 
     @torch.no_grad()
@@ -58,8 +57,7 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
-        """`rows`: output size of each of the layer's projections. `projections`: {index in `rows`: (name, matrices)} of the projections
-        with adapters."""
+        """`rows`: output size of each projection. `projections`: {index in `rows`: (name, matrices)} of those with adapters."""
         super().__init__()
         self.active = True
         self._entry, self._hf, self._rows = entry, hf, rows
@@ -94,7 +92,7 @@ class Adapter(torch.nn.Module):
         return join(self._entry, outputs, self._hf, dim=low.dim() - 1)
 
     def _over_tensor_ranks(self, low: torch.Tensor) -> torch.Tensor:
-        """Combine A x over tensor ranks: in column-parallel layers, gather a sharded sequence; in row-parallel ones, sum."""
+        """Combine A x over tensor ranks: column-parallel layers gather a sharded sequence, row-parallel ones sum."""
         if self._entry.of_experts:
             return low
         match self._entry.cut, self._sequence_parallel:
@@ -122,9 +120,9 @@ class Adapters:
         self._all: list[Adapter] = []
         self.bindings: list[Binding] = []
         self.merging: dict[str, CutChange] = {}
-        """{weight name: function that adds the weight's adapter to a shard of the weight}."""
+        """{weight name: function that adds the adapter to a shard of the weight}."""
         self.scaling: dict[str, CutChange] = {}
-        """{name of a B matrix: function that multiplies the matrix by alpha / rank}."""
+        """{name of a B matrix: function that multiplies it by alpha / rank}."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:

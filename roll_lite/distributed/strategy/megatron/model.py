@@ -24,12 +24,12 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig, RopeConfig
 
 ROTARY_STEP = 256
-"""Rotary embedding lengths are multiples of this number, so that Megatron caches only a few."""
+"""Divisor of rotary embedding lengths, so that Megatron caches few."""
 
 
 COMPILED_VARIANTS = 64
 """Limit of torch.compile, beyond which a fused activation runs uncompiled. Single experts see 0, 1 and many tokens, with and without
-gradients: torch's own 8 are not enough."""
+gradients: torch's default of 8 is too small."""
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
@@ -94,8 +94,8 @@ def _pipeline_layout(layers: Sequence[int]) -> list[list[str]]:
 
 
 class RollModel(GPTModel):
-    """Pipeline stage, or a chunk of it under virtual pipelining. The last stage or chunk returns hidden states [N, hidden] or values [N] at
-    N requested positions."""
+    """Pipeline stage, or its chunk under virtual pipelining. The last returns hidden states [N, hidden] or values [N] at N requested
+    positions."""
 
     def __init__(
         self, config: Any, hf: HfConfig, value_head: bool, balance: Balance, part: int | None = None, parts: LayerParts = TORCH
@@ -129,7 +129,7 @@ class RollModel(GPTModel):
         _mark_weights(bind([self], hf))
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids [1, tokens]: tokens of this context-parallel rank. positions [N]: tokens that need a result."""
+        """Run the stage. `input_ids` [1, tokens]: of this context-parallel rank. `positions` [N]: tokens that need a result."""
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if embedded is not None and self.config.recompute_granularity is not None:
             # Recomputed layers get gradients only if their input requires one; frozen embeddings do not.
@@ -150,20 +150,19 @@ class RollModel(GPTModel):
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """Output weight [V/tp, hidden], on a language model's last stage."""
+        """Output weight [V/tp, hidden] on a language model's last stage."""
         tied = self.share_embeddings_and_output_weights
         weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
 
 
 def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
-    """Scale RoPE frequencies like Llama 3.1. Megatron-Core itself would use only the factor."""
+    """Scale RoPE frequencies like Llama 3.1; Megatron-Core would use only the factor."""
     if rope.llama3 is not None:
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **rope.llama3)
 
 
 def _mark_weights(bindings: Sequence[Binding]) -> None:
-    """Set weight attributes that Megatron always reads but sets only in some cases."""
     for binding in bindings:
         weight: Any = binding.parameter
         # Megatron sets these only when it initializes weights. Without them the gradient norm counts a sharded weight on tensor rank 0

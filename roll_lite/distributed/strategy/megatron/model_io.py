@@ -24,17 +24,17 @@ KEPT, TEMPERATURE = "kept_ids", "temperature"
 @dataclass(frozen=True)
 class ModelInput:
     input_ids: torch.Tensor
-    """[1, tokens]: packed rows. With context parallelism, all fields except micro_batch are this rank's part."""
+    """[1, tokens]: packed rows. With context parallelism, fields other than micro_batch are this rank's part."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N + E]: indices of the N tokens with a result and, for final values, of the last tokens of E rows."""
+    """[N + E]: indices of the N tokens with a result and, for final values, of E rows' last tokens."""
     slots: torch.Tensor
     """[N]: index of each result in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
-    """[E]: row number of each last token in `positions`; E = 0 without final values."""
+    """[E]: row of each last token in `positions`; E = 0 without final values."""
     targets: torch.Tensor
     micro_batch: MicroBatch
-    """Padded rows for the loss; empty on a rank that only takes part in collectives."""
+    """Padded rows for the loss; empty on a rank that only joins collectives."""
     kept: torch.Tensor | None = None
     temperatures: torch.Tensor | None = None
     """[N]: softmax temperatures; None for a value head."""
@@ -49,11 +49,8 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """Build the model's inputs, one per micro-batch.
-
-    `columns`: columns that the loss reads; None: all. `ends`: also request results at rows' last tokens. `experts`: None for dense models.
-    `record`: record expert choices.
-    """
+    """Build the model's inputs, one per micro-batch. `columns`: read by the loss; None: all. `ends`: results at rows' last tokens too.
+    `experts`: None for dense models. `record`: expert choices too."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.tokens_divisor, device, columns, ends)
@@ -79,7 +76,7 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
 def _model_input(
     batch: DataProto, tokens_divisor: int, device: torch.device, columns: Collection[str] | None, ends: bool
 ) -> tuple[ModelInput, ContextCut]:
-    """Build one micro-batch's input on the host, which avoids waiting for the device."""
+    """Build one micro-batch's input on the host: no waiting for the device."""
     micro_batch = padded(batch.select(name for name in batch.columns if name not in REPLAYED))
     transitions = micro_batch.mask.shape[1]
     slots = micro_batch.mask.reshape(-1).nonzero().squeeze(1)
@@ -117,7 +114,7 @@ def outputs_of(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> MicroBatchOutputs:
-    """Compute `outputs`, such as log-probs, from the last stage's values or hidden states. They are padded, 0 outside the response mask."""
+    """Compute `outputs`, such as log-probs, from the last stage's values or hidden states; padded, 0 outside the response mask."""
     shape = given.micro_batch.mask.shape
     if set(outputs) & {"values", "final_value"}:
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
@@ -149,8 +146,8 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. Backward gives each rank the gradients of its
-    tokens."""
+    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. Backward gives each rank its tokens'
+    gradients."""
     entry = flat.shape[1:]
     scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())

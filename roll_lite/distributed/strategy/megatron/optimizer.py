@@ -19,9 +19,9 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
 FUSED_ON = ("cuda",)
-"""Device types on which torch's AdamW is one fused kernel. Elsewhere, its temporary tensors take 4 bytes per weight."""
+"""Device types with a fused torch AdamW kernel. Elsewhere its temporary tensors take 4 bytes per weight."""
 STRETCH = 4096
-"""Number of squares that a CPU sums in float32 before it adds the sum in float64."""
+"""Squares that a CPU sums in float32 before adding the sum in float64."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Optimizer:
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        """Finish created or loaded optimizer states: move Adam's moments to the host (if configured), use torch's fused AdamW (if
-        available), and give every parameter its own step counter."""
+        """Finish created or loaded states: moments on the host (if configured), torch's fused AdamW (if available), a step counter per
+        parameter."""
         for step in self._host_steps:
             step.keep_moments()
         is_fused = not self.on_host and current_device().type in FUSED_ON
@@ -101,7 +101,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, loss: float) -> StepResult:
-        """Clip gradients, update weights, advance the schedule. All ranks skip the update if any rank's loss or gradient is not finite."""
+        """Clip gradients, update weights, advance the schedule. If any rank's loss or gradient is not finite, all skip the update."""
         # Megatron's step() checks for infinities only with loss scaling. Without Apex or Transformer Engine, its norm and clipping wait for
         # the device once per parameter.
         lr = self.megatron.param_groups[0]["lr"]
@@ -151,7 +151,7 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum squares in float64, without waiting for the device."""
+    """Sum squares without waiting for the device; partial sums are added in float64."""
     if device.type == "cpu":
         # torch on a CPU sums float32 in eight running sums: the norm of 10^7 entries is 0.1% too small, that of 10^9 almost 2%. Sums of
         # short stretches, added in float64, are exact enough and as fast.
@@ -175,7 +175,7 @@ class Staged:
 
 
 class HostStep:
-    """Replacement of torch AdamW's `step`: moments and update on the host; copies overlap with updates."""
+    """Replaces torch AdamW's `step`: moments and update on the host, copies overlapping with updates."""
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
         self._optimizer = adam

@@ -14,29 +14,29 @@ class PackedRows:
     """Layout of this rank's packed tokens; replaces Megatron's PackedSeqParams."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """Run-length encoded pieces: (number of adjacent equal pieces, tokens per piece, tokens that its last token attends to). A piece is a
-    row or, with context parallelism, this rank's part of a row."""
+    """Run-length encoded pieces: (adjacent equal pieces, tokens per piece, tokens that its last token attends to). A piece is a row or,
+    with context parallelism, this rank's part of one."""
     places: torch.Tensor
     """[tokens] int64: position in the row."""
     starts: torch.Tensor
-    """[pieces + 1] int32: index of each piece's first token, then the number of all tokens."""
+    """[pieces + 1] int32: index of each piece's first token, then the number of tokens."""
     longest: int
     row_of: torch.Tensor
     """[tokens] int64: row number; padding is an extra last row."""
     lengths: torch.Tensor
-    """[rows] int64: full row lengths, without the padding row."""
+    """[rows] int64: full row lengths, without padding."""
     key_index: torch.Tensor | None = None
-    """[total] int64: tokens that each piece (see `runs`) attends to, piece after piece, as indices into the tokens gathered from all
-    context-parallel ranks. None without context parallelism."""
+    """[total] int64: tokens that each piece attends to, by piece, as indices into the tokens gathered from all context-parallel ranks. None
+    without context parallelism."""
     key_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: start of each piece's tokens in `key_index`, then the length of `key_index`."""
+    """[pieces + 1] int32: start of each piece's tokens in `key_index`, then its length."""
     routes: Routes | None = None
     # With "thd", Megatron would split tokens by row in every layer and wait for the device.
     qkv_format = "sbhd"
 
     @staticmethod
     def of(lengths: torch.Tensor, padding: bool = False) -> PackedRows:
-        """Lay out rows. `padding`: the last row is padding."""
+        """Lay out rows. `padding`: the last one is padding."""
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
         pieces = [(length, length) for length in lengths.tolist()]
@@ -75,7 +75,7 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Split of a sequence over context-parallel ranks. Of 2 * ranks equal parts, rank i gets the i-th and the i-th from the end, which
+    """Split of a sequence over context-parallel ranks. Of 2 * ranks equal parts, rank i gets the i-th and the i-th from the end: this
     balances causal attention."""
 
     tokens: int
@@ -104,7 +104,7 @@ class ContextCut:
         return torch.arange(self.tokens) if self.ranks == 1 else self.own(torch.arange(self.tokens))
 
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (mask [N], True for positions on this rank; local indices of these positions)."""
+        """Return (mask [N] of positions on this rank, their local indices)."""
         if self.ranks == 1:
             return torch.ones_like(positions, dtype=torch.bool), positions
         first = 2 * self.rank * self.part

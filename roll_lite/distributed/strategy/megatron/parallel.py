@@ -19,7 +19,7 @@ def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
-    """Create the process groups (collective), or reuse those of another model with the same layout. Return this rank's coordinates."""
+    """Create the process groups (collective), or reuse another model's with the same layout. Return this rank's coordinates."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=strategy.tensor_parallel,

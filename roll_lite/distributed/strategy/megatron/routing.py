@@ -10,22 +10,22 @@ from megatron.core import parallel_state
 
 EXPERTS = "experts"
 REPLAYED = ("old_experts", "rollout_experts")
-"""Batch columns with routes (expert choices) to replay; at most one per batch."""
+"""Batch columns with expert choices to replay; at most one per batch."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Expert choices of this rank's tokens, kept with their micro-batch. Layers may be recomputed and pipeline stages interleave
-    micro-batches; Megatron's RouterReplay supports neither."""
+    """Expert choices of this rank's tokens, kept with their micro-batch: layers may be recomputed and pipeline stages interleave
+    micro-batches, which Megatron's RouterReplay does not support."""
 
     places: torch.Tensor
-    """[tokens] int64: index of each of this rank's tokens in the whole micro-batch."""
+    """[tokens] int64: index of this rank's tokens in the whole micro-batch."""
     all_tokens: int
     """Tokens in the whole micro-batch, with padding."""
     given: torch.Tensor | None = None
     """Expert ids to replay [tokens, expert layers, experts per token] int16; the router chooses where -1."""
     taken: dict[int, torch.Tensor] | None = None
-    """Recorded routes, {expert layer: ids [tokens, experts per token] int16}. None: do not record."""
+    """Recorded choices, {expert layer: ids [tokens, experts per token] int16}. None: do not record."""
 
     def on_device(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Routes:
         return replace(self, places=to(self.places), given=None if self.given is None else to(self.given))
@@ -45,7 +45,7 @@ class ChosenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores, expert ids), both [tokens, experts per token]. The router scores replayed ids too, so that it gets gradients."""
+        """Return (scores, expert ids), both [tokens, experts per token]. Replayed ids are scored too: the router gets gradients."""
         assert default_compute_topk is not None
         values, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = self.own
@@ -55,7 +55,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """Return [number of replayed expert choices, number of these that the router itself would not have chosen]."""
+        """Return [number of replayed expert choices, number of these that the router itself would not have made]."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)

@@ -1,5 +1,5 @@
-"""Load the distributed optimizer's state. Each rank reads only the rows of a stored tensor that its shard needs; Megatron-Core 0.16 would
-read whole tensors."""
+"""Load the distributed optimizer's state. Each rank reads the rows of a stored tensor that its shard needs; Megatron-Core 0.16 would read
+whole tensors."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate optimizer state for this rank's entries of a weight. Return {state name: flat tensors to join}. Add the tensors to read
-        to `wanted`, {name in the checkpoint: tensors}."""
+        """Allocate optimizer state for this rank's entries of a weight. Return {state name: flat tensors to join}; add tensors to read to
+        `wanted`, {name in the checkpoint: tensors}."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -78,7 +78,7 @@ class ShardReader:
         return tensors
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
-        """Allocate the rows of stored tensor `key` that contain entries `start` to `end` of `piece`, this rank's flattened shard. Return
+        """Allocate the rows of stored tensor `key` with entries `start` to `end` of `piece`, this rank's flattened shard. Return
         (ShardedTensor of the rows, view of the entries). Vocabulary padding stays 0."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
@@ -112,7 +112,7 @@ def _owned(part: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def stored_name(name: str, weight: str, stored: Any) -> str | None:
-    """Return the checkpoint's key of a weight's moment, or of its float32 copy (`name` "param"). None for "param" of float32 models."""
+    """Return the checkpoint's key of a weight's moment, or of its float32 copy (`name` "param"; None if the model is float32)."""
     if name in MOMENTS:
         return f"optimizer.state.{name}.{weight}"
     return next((found for found in (f"optimizer.state.{main}.{weight}" for main in ("param", "fp32_param")) if found in stored), None)

@@ -205,7 +205,7 @@ class MegatronStrategy(TrainStrategy):
         return outputs_of(result, weight, given, outputs, self._hf.vocab_size, self._tensor_group)
 
     def _wait_for_average(self) -> None:
-        """Wait for a running update of the average, which may read weights that are about to change or be offloaded."""
+        """Wait for a running update of the average: it may read weights about to change or be offloaded."""
         if self._average is not None:
             self._average.wait()
 
@@ -310,8 +310,8 @@ class MegatronStrategy(TrainStrategy):
         restore_random_state(copy[2])
 
     def _trained_state(self) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Return byte views of all tensors, and dicts with learning rates and step counts, in an order that depends only on the
-        configuration."""
+        """Return byte views of all tensors, and dicts with learning rates and step counts, in an order that follows from the configuration
+        alone."""
         tensors = [one for chunk in self._chunks for one in chunk.parameters() if one.requires_grad or self._optimizer is None]
         counters = []
         if self._optimizer is not None:
@@ -324,7 +324,7 @@ class MegatronStrategy(TrainStrategy):
 
 class WeightAverage:
     """Moving average of the weights that this rank exports, in float32 on the host: bfloat16 would round small updates to 0. Updates run in
-    a thread; call `wait` before weights change."""
+    a thread: `wait` before weights change."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay

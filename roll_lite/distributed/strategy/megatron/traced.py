@@ -1,4 +1,4 @@
-"""Estimate one rank's memory from one micro-batch, with torch's fake tensors (shapes without data) and fake process groups."""
+"""Estimate one rank's memory from a micro-batch, with torch's fake tensors (shapes without data) and fake process groups."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank. `training`, `update` and `forward` are peaks on top of weights, gradients and optimizer state."""
+    """Bytes on one rank. `training`, `update` and `forward`: peaks on top of weights, gradients and optimizer state."""
 
     weights: int
     gradients: int = 0
     optimizer: int = 0
     kept: int = 0
-    """Activations of a micro-batch, kept from forward to backward."""
+    """Activations of a micro-batch, from forward to backward."""
     training: int = 0
     update: int = 0
     forward: int = 0
     inputs: int = 0
-    """Input tensors of one micro-batch. A pass holds the inputs of all its micro-batches."""
+    """Input tensors of one micro-batch; a pass holds those of all."""
     kv_cache: int = 0
     send_buffers: int = 0
     """Buffers kept between weight updates, even if the role is offloaded."""
@@ -90,7 +90,7 @@ class _TracedStrategy(MegatronStrategy):
         """Skip loading: fake tensors hold no weights."""
 
     def state(self) -> tuple[int, int, int]:
-        """Return the bytes of (weights, gradients, optimizer). A shared storage counts only once."""
+        """Return bytes of (weights, gradients, optimizer). A shared storage counts once."""
         sizes: dict[int, int] = {}
         totals = []
         for group in StateGroup:
@@ -117,7 +117,6 @@ class _TracedStrategy(MegatronStrategy):
         return RankMemory(*self.state(), kept, training, meter.since(base), forward)
 
     def _loss(self, given: ModelInput, loss_fn: LossFn, outputs: Sequence[str]) -> torch.Tensor:
-        """Run this rank's layers. Return the loss, or the hidden state for the next stage."""
         hidden: Any = None
         for chunk in self._chunks:
             inner = chunk if self._optimizer is None else chunk.module
@@ -175,7 +174,7 @@ def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
             return preprocess(*args)
 
     def evenly(hf: Any) -> dict[str, Any]:
-        """Return the experts' settings, but with equally many tokens for every expert: fake tensors hold no token counts."""
+        """Return the experts' settings with equal tokens for every expert: fake tensors hold no counts."""
         even = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
         return {**experts_config(hf), **even} if hf.experts is not None else {}
 

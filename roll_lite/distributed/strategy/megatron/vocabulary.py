@@ -1,4 +1,4 @@
-"""Logits and softmax, one block of vocabulary words at a time: the logits [N, V/tp] are never stored whole."""
+"""Logits and softmax, a block of vocabulary words at a time: the logits [N, V/tp] are never stored whole."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Logits per block: few enough for a CPU's cache, enough to keep a GPU busy (256 MiB in float32)."""
+"""Logits per block: few enough for a CPU's cache, enough for a GPU (256 MiB in float32)."""
 FEWEST_WORDS = 256
 """Minimum words per block: narrower matrix products are slow."""
 
 DROPPED = -1e4
-"""Log-prob outside a truncated softmax. Its exp is exactly 0, even in float64. Unlike with -inf, the difference of two is not NaN."""
+"""Log-prob outside a truncated softmax. Its exp is exactly 0, even in float64; unlike with -inf, the difference of two is not NaN."""
 
 
 class Vocabulary:
     """Share of the vocabulary (V/tp rows of the output weight) on this rank, and the softmax at N positions.
 
     `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: ids that a truncated softmax keeps
-    besides the target, padded with -1. All -1, or None: no truncation.
+    besides the target, padded with -1; all -1, or None: no truncation.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Vocabulary:
             dist.all_reduce(tensor, operation, group=self.group)
 
     def blocks(self) -> Iterator[slice]:
-        """Yield slices of this rank's words; none if the rank holds only padding."""
+        """Yield slices of this rank's words; none if it holds only padding."""
         for start in range(0, self.words, self._block_words):
             yield slice(start, min(start + self._block_words, self.words))
 
@@ -62,7 +62,7 @@ class Vocabulary:
             yield block, logits
 
     def scaled(self, logits: torch.Tensor, shift: torch.Tensor, *shifts: torch.Tensor) -> torch.Tensor:
-        """Return logits / temperatures - sum of shifts (each [N]) in float32; DROPPED outside the softmax. May overwrite the logits."""
+        """Return logits / temperatures - sum of shifts ([N] each) in float32; DROPPED outside the softmax. May overwrite the logits."""
         scaled = logits.float()
         torch.addcmul(-shift[:, None], scaled, self.inverse_temperatures[:, None], out=scaled)
         for further in shifts:
@@ -70,13 +70,12 @@ class Vocabulary:
         return scaled if self._kept is None else scaled.masked_fill_(scaled == -torch.inf, DROPPED)
 
     def target_columns(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (column of each target in the block, 0 if outside; whether the target is inside), both [N, 1]."""
+        """Return (each target's column in the block, 0 if outside; whether it is inside), both [N, 1]."""
         column = self.targets[:, None] - (self.start + block.start)
         here = (column >= 0) & (column < block.stop - block.start)
         return column.where(here, 0), here
 
     def _dropped(self, kept: torch.Tensor, block: slice) -> torch.Tensor:
-        """Return the mask [N, words] of words outside the truncated softmax."""
         words = block.stop - block.start
         column = kept - (self.start + block.start)
         # Ids outside the block go to an extra column.
@@ -86,8 +85,8 @@ class Vocabulary:
 
 
 class SoftmaxSums:
-    """Sums [N] of exp(z) and exp(z) * z over the vocabulary, added up block by block, then over ranks. z is logit / temperature minus the
-    maximum at that position."""
+    """Sums [N] of exp(z) and exp(z) * z over the vocabulary, by block, then over ranks. z: logit / temperature minus the position's
+    maximum."""
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary
@@ -124,7 +123,7 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of hidden states (this rank's partial sum) and of the output weight, added up block by block; None if not needed."""
+    """Gradients of hidden states (this rank's partial sum) and of the output weight, summed by block; None if not needed."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight

@@ -29,7 +29,7 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def _padded(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """Pad an adapter tensor with zeros like SGLang's weights. On a CPU, SGLang pads dimensions that workers cannot share evenly."""
+    """Pad an adapter tensor with zeros like SGLang's weights: on a CPU, it pads dimensions that workers cannot share evenly."""
     *_, target, matrix, _ = name.split(".")
     head = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -42,7 +42,7 @@ def _padded(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def adapters_leave_with_weights() -> None:
-    """Allocate SGLang's adapter buffers in the weights' memory region: both are offloaded together."""
+    """Allocate adapter buffers in the weights' memory region, with which they are offloaded."""
     init = model_runner.ModelRunner.init_lora_manager
 
     def init_lora_manager(runner: Any) -> None:
@@ -62,7 +62,7 @@ def adapted_layers(runner: Any) -> Iterator[AdaptedLayer]:
 
 
 class _Unpinned:
-    """Stand-in for the torch module that ignores requests for pinned memory, which needs a GPU."""
+    """Stand-in for torch that ignores requests for pinned memory, which needs a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

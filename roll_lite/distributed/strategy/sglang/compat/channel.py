@@ -26,7 +26,7 @@ class Closed(ConnectionError):
 
 
 class PickleChannel:
-    """Sends and receives pickled messages. Several tasks may send, but only one may receive."""
+    """Sends and receives pickled messages. Several tasks may send, one may receive."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -37,7 +37,7 @@ class PickleChannel:
         return cls(*await asyncio.open_connection(sock=end))
 
     def send(self, message: Any) -> None:
-        """Send without waiting. If the peer is dead, the message is lost."""
+        """Send without waiting; the message is lost if the peer is dead."""
         if not self._writer.is_closing():
             data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
             self._writer.write(_LENGTH.pack(len(data)) + data)

@@ -15,7 +15,7 @@ from transformers.utils import is_torchvision_available
 
 STAND_INS = ("triton", "sgl_kernel", "torchvision", "IPython")
 ABSENT = ("vllm",)
-"""Modules that appear as not installed: SGLang would import all of vLLM."""
+"""Modules shown as not installed: SGLang would import all of vLLM."""
 _LOW = 0xFFFFFFFF
 
 
@@ -24,7 +24,7 @@ class _Anything:
 
 
 class _StandIn(ModuleType):
-    """Dummy module in which every name exists. Capitalized names are classes; others are modules usable as decorators."""
+    """Dummy module with every name: classes if capitalized, else modules usable as decorators."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "active":  # Triton then finds no active driver

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 _CONTEXT = 8
-"""Prompt tokens decoded together with the response's first tokens, since a token's text may depend on earlier ones."""
+"""Prompt tokens decoded with the response's first: a token's text may depend on earlier ones."""
 _INCOMPLETE = "\ufffd"
 
 
@@ -48,8 +48,8 @@ def generate_input(request: GenerationRequest, rid: str, max_model_len: int, voc
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
     """Convert sampling parameters.
 
-    SGLang takes top_k 1 as greedy decoding, and reports log-probs without truncation. Sampling with top_k 1, whose log-prob is 0, is
-    therefore requested as min_p 1. To report the tokens kept by truncation, SGLang needs a top_k: by default the vocabulary size.
+    SGLang takes top_k 1 as greedy decoding and reports log-probs without truncation: top_k 1, whose log-prob is 0, is requested as min_p 1.
+    To report the tokens kept by truncation, it needs a top_k: by default the vocabulary size.
     """
     sampling = request.sampling
     if sampling.temperature == 0:
@@ -69,7 +69,7 @@ def reports_survivors(request: GenerationRequest) -> bool:
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Return the tokens that SGLang has reported so far, from index `first` on, without the newest. `version`: their weight version."""
+    """Return the tokens reported so far, from index `first`, without the newest. `version`: their weight version."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:
@@ -87,7 +87,7 @@ def new_tokens(request: GenerationRequest, state: Any, first: int, version: int)
 def completion(
     request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool, experts: ExpertsConfig | None = None
 ) -> Completion:
-    """Convert SGLang's final output of a request. `aborted`: an abort was requested. `experts`: None to omit expert choices."""
+    """Convert SGLang's final output. `aborted`: an abort was requested. `experts`: None omits expert choices."""
     meta = output["meta_info"]
     finish = meta["finish_reason"] or {"type": "none"}
     if finish["type"] not in {reason.value for reason in FinishReason} or (finish["type"] == FinishReason.ABORT and not aborted):
@@ -118,13 +118,10 @@ def completion(
 
 
 class StopText:
-    """Incremental detokenizer that finds stop strings.
-
-    The text of a character with several tokens appears at its last token. Special tokens have no text.
-    """
+    """Incremental detokenizer that finds stop strings. A character of several tokens appears at the last; special tokens have no text."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], overlap: int = 0) -> None:
-        """`overlap`: number of tokens at the prompt's end that belong to a resumed response."""
+        """`overlap`: tokens at the prompt's end that belong to a resumed response."""
         begin = len(prompt_ids) - overlap
         self._tokenizer = tokenizer
         self._stops = stops
@@ -134,7 +131,7 @@ class StopText:
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -overlap
-        """Tokens read since the request started. Negative while the constructor reads tokens generated before a resume."""
+        """Tokens read since the request started; negative while the constructor reads those from before a resume."""
         for token in prompt_ids[begin:]:
             self.next(token)
 

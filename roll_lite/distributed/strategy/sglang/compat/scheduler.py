@@ -60,7 +60,7 @@ def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
 
 class RolloutScheduler(Scheduler):
     roll_lite_adapters: IncomingAdapters | None = None
-    """Set if weight updates send only adapters."""
+    """Set if weight updates send adapters."""
 
     @cached_property
     def _receiver(self) -> WeightReceiver:
@@ -130,7 +130,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests and report all their tokens. Of re-queued requests, SGLang itself reports only streamed tokens."""
+        """Abort requests and report all their tokens; of re-queued ones, SGLang reports only streamed tokens."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)
@@ -141,7 +141,7 @@ class RolloutScheduler(Scheduler):
         super().abort_request(recv_req)
 
     def _record_scheduler_state_for_paused_engine(self) -> None:
-        """Sleep while paused. The loop would otherwise use a whole core."""
+        """Sleep while paused: the loop would use a whole core."""
         super()._record_scheduler_state_for_paused_engine()
         time.sleep(_PAUSED_POLL_S)
 
@@ -150,7 +150,7 @@ class RolloutSampler(Sampler):
     """Torch sampler that truncates like vLLM and reports log-probs under the sampling distribution."""
 
     def _sample_from_probs(self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool) -> Any:
-        """Sample tokens. Afterwards `probs` holds the distribution for SGLang's log-probs: truncated, or whole for greedy requests."""
+        """Sample tokens. `probs` then holds the distribution for SGLang's log-probs: truncated, or whole for greedy requests."""
         if simple_sampling_case:
             return super()._sample_from_probs(probs, sampling_info, positions, True)
         whole = probs.clone()
@@ -175,7 +175,7 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
 
 
 def take_seeds_where_given() -> None:
-    """Make SGLang use requests' seeds without its deterministic mode, which needs a GPU. Batches without seeds keep the faster sampling."""
+    """Make SGLang use requests' seeds without its deterministic mode, which needs a GPU. Batches without seeds keep faster sampling."""
     make, merge = SamplingBatchInfo.__dict__["from_schedule_batch"].__func__, SamplingBatchInfo.merge_batch
 
     def drawn(info: SamplingBatchInfo) -> torch.Tensor:
@@ -199,7 +199,7 @@ def take_seeds_where_given() -> None:
 
 
 class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
-    """Count tokens for min_tokens from the request's start. SGLang restarts at 0 when a request is re-queued."""
+    """Count tokens for min_tokens from the request's start; SGLang restarts at 0 when a request is re-queued."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -208,8 +208,8 @@ class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
 
 
 def ends_with_stop_text(request: Req, _: int = 1) -> bool:
-    """Check whether a response ends with a stop string. SGLang's own check ignores min_tokens, searches special tokens' text, and looks
-    back too few tokens."""
+    """True if a response ends with a stop string. SGLang's check ignores min_tokens, searches special tokens' text, and looks back too few
+    tokens."""
     parameters = request.sampling_params
     if not parameters.stop_strs:
         return False
@@ -227,7 +227,7 @@ def ends_with_stop_text(request: Req, _: int = 1) -> bool:
 
 
 def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Remove the zeros with which SGLang pads weights on a CPU; RuntimeError if they are not zero. `shape`: without padding."""
+    """Remove SGLang's padding of weights on a CPU; RuntimeError if it is not zero. `shape`: without padding."""
     whole = tensor[tuple(slice(size) for size in shape)]
     if whole.numel() != tensor.numel() and tensor.count_nonzero() != whole.count_nonzero():
         raise RuntimeError(f"{name}: what SGLang has added to it is not zero")
@@ -246,7 +246,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Make SGLang's CPU code for experts skip experts on other workers. SGLang would use their id, -1, as an index."""
+    """Make SGLang's CPU code skip experts on other workers, whose id, -1, it would use as an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:

@@ -48,7 +48,7 @@ def _tags(parts: Collection[EngineMemory]) -> list[str]:
 
 
 def launch(start: Start) -> Any:
-    """Launch an engine, or this node's part of a multi-node engine. Only the first node has a tokenizer manager."""
+    """Launch an engine, or this node's part of a multi-node one. The first node has the tokenizer manager."""
     from sglang.srt.entrypoints.engine import Engine
 
     from roll_lite.distributed.strategy.sglang.compat.scheduler import run_scheduler
@@ -77,10 +77,9 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once weights have changed during the request. New tokens are then reported only at the end, when SGLang reports which weights
-    generated them."""
+    """True once weights changed during the request: new tokens are then reported at the end, when SGLang says which weights made them."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once SGLang's scheduler has the request, or the request has ended."""
+    """Set once SGLang's scheduler has the request, or it has ended."""
 
     @property
     def rid(self) -> str:
@@ -112,7 +111,7 @@ class EngineServer:
         }
 
     async def serve(self) -> None:
-        """Execute the parent process's commands; raise Closed when the parent closes the channel or ends."""
+        """Execute the parent's commands; raise Closed when it closes the channel or ends."""
         while True:
             match await self._channel.receive():
                 case "generate", number, request:
@@ -174,8 +173,8 @@ class EngineServer:
             await running.dispatched.wait()
 
     def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
-        """Return {request number: progress}. `since`: {request number: number of tokens already reported}. `parts`: include newer tokens,
-        unless the weights changed during the request."""
+        """Return {request number: progress}. `since`: {request number: tokens already reported}. `parts`: with newer tokens, unless weights
+        changed meanwhile."""
         found = {}
         for running in self._running.values():
             # SGLang reports non-streamed requests at their first token and every 50 tokens.
@@ -233,7 +232,7 @@ class EngineServer:
         self._version = version
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Call a RolloutScheduler method on all workers, in a thread, because the call may wait for a trainer."""
+        """Call a RolloutScheduler method on all workers, in a thread, since it may wait for a trainer."""
         answer = self._answer
         answer.unlink(missing_ok=True)
         try:

@@ -69,14 +69,14 @@ SETTINGS = {
     "disable_cuda_graph": "enforce_eager",
     "ep_size": "expert_parallel",
 }
-"""{refused engine argument: key of the section `strategy` to use instead}."""
+"""{refused engine argument: key of `strategy` to use instead}."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
-"""Places of SGLang's engine arguments: (file pattern, class name or None for all)."""
+"""Places of SGLang's arguments: (file pattern, class name or None for all)."""
 
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _ERRORS = "errors"
 _INPUT_MARGIN = 8
-"""Tokens at the end of the context that SGLang does not let prompts use."""
+"""Tokens at the context's end that SGLang does not let prompts use."""
 
 
 def check_version() -> str:
@@ -166,8 +166,8 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    """Raise ValueError if the KV cache is too small for the longest request, whose response SGLang would cut. SGLang keeps one page and one
-    token free."""
+    """Raise ValueError if the KV cache is too small for the longest request, which SGLang would cut. It keeps one page and one token
+    free."""
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
         return
@@ -190,8 +190,7 @@ def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
 
 
 def keep_files_in(folder: Path) -> None:
-    """Make SGLang put its load snapshot (by default in /dev/shm) and a copy of its error log in this folder. Call first in each engine
-    process."""
+    """Make SGLang put its load snapshot and a copy of its error log in this folder. Call first in each engine process."""
     from sglang.srt.managers import load_snapshot
 
     # SGLang's default is /dev/shm, where a failed start leaves this file.
@@ -203,7 +202,7 @@ def keep_files_in(folder: Path) -> None:
 
 
 def logged_error(folder: Path) -> str | None:
-    """Return the first exception in the engine's log, in one line. Later exceptions are its consequences."""
+    """Return the log's first exception, in one line; later ones are its consequences."""
     try:
         text = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -33,7 +33,7 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def multiply_plainly() -> None:
-    """Make vLLM apply the adapter by plain matrix products on a CPU, where vLLM would gather A and B per token."""
+    """Make vLLM apply the adapter by plain matrix products on a CPU, where it would gather A and B per token."""
 
     def add_lora_linear(
         self: PunicaWrapperCPU,

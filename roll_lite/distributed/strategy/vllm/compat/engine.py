@@ -73,8 +73,7 @@ class VllmProcesses:
 
 
 class VllmEngine(VllmProcesses):
-    """vLLM engine, or the first node's part of a multi-node engine. After its death, calls to vLLM except `generate` and `abort` never
-    return."""
+    """vLLM engine, or the first node's part of a multi-node one. After its death, calls except `generate` and `abort` never return."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -194,8 +193,8 @@ class VllmEngine(VllmProcesses):
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload by worker calls, since vLLM's `wake_up` would resume a paused engine. vLLM cannot offload weights alone: with
-        `cache_stays`, the cache is dropped and reallocated. On a CPU, only the cache is freed."""
+        """Offload by worker calls: vLLM's `wake_up` would resume a paused engine. It cannot offload weights alone: with `cache_stays`, the
+        cache is dropped and reallocated. On a CPU, only the cache is freed."""
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()
@@ -220,7 +219,7 @@ class VllmEngine(VllmProcesses):
 
 
 class VllmPart(VllmProcesses):
-    """Workers of a vLLM engine on a node that is not the engine's first (like `vllm serve --headless`)."""
+    """Workers of a vLLM engine on a further node (like `vllm serve --headless`)."""
 
     _executor: MultiprocExecutor | None = None
 

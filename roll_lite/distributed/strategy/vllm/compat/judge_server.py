@@ -1,4 +1,4 @@
-"""Run vLLM's OpenAI-compatible server for a judge model in a separate process, which ends with its starter: `python -m
+"""Run vLLM's OpenAI-compatible server for a judge in a process that ends with its starter: `python -m
 roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session."""
 
 from __future__ import annotations

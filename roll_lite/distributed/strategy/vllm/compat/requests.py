@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 ADAPTERS = 1
 STOP_IDS = 120
-"""Maximum `stop_token_ids` with `min_tokens`. vLLM's GPU sampler has room for 128, including end tokens; with more, the engine dies."""
+"""Maximum `stop_token_ids` with `min_tokens`: vLLM's GPU sampler has room for 128 with end tokens; beyond, the engine dies."""
 
 
 def adapters_request() -> LoRARequest:
-    """Build the request that selects the trained adapter. The path is a placeholder: vLLM reads it only if no adapter is loaded."""
+    """Build the request that selects the trained adapter. Placeholder path: vLLM reads it only if no adapter is loaded."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=NAME, lora_int_id=ADAPTERS, lora_path=NAME)
 
 
 def sampling_params(request: GenerationRequest, alternatives: int = 0) -> SamplingParams:
-    """Convert sampling parameters. `alternatives`: number of likeliest tokens whose log-probs are returned."""
+    """Convert sampling parameters. `alternatives`: likeliest tokens whose log-probs are returned."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
@@ -60,7 +60,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
 
 
 def prompt_input(token_ids: tuple[int, ...]) -> Any:
-    """Return the prompt as vLLM's tokens_input. vLLM processes other forms in a thread, which could change the order of requests."""
+    """Return the prompt as vLLM's tokens_input. Other forms are processed in a thread, which could change the order of requests."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -74,11 +74,8 @@ def completion(
     alternatives: int | None = None,
     experts: ExpertsConfig | None = None,
 ) -> Completion:
-    """Convert vLLM's final output of a request.
-
-    `version`: weight version if the output states none. `alternatives`: log-probs requested per token, to find kept_ids. `experts`: None to
-    omit expert choices.
-    """
+    """Convert vLLM's final output. `version`: weight version if it has none. `alternatives`: log-probs requested per token, for kept_ids.
+    `experts`: None omits expert choices."""
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:
         return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")
@@ -104,8 +101,8 @@ def completion(
 
 
 def _accepted(steps: Sequence[int], length: int) -> int:
-    """Return the number of accepted draft tokens, at most length - 1, since the last step may accept tokens after the response's end.
-    `steps[n]`: number of steps that accepted n tokens."""
+    """Return the accepted draft tokens, at most length - 1: the last step may accept tokens after the response's end. `steps[n]`: steps
+    that accepted n tokens."""
     return min(sum(accepted * count for accepted, count in enumerate(steps)), max(0, length - 1))
 
 
@@ -141,8 +138,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def restore_stop_overlap(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in tokens generated before a resume. Those tokens are at the prompt's end; the detokenizer
-    starts with the last of them."""
+    """Make vLLM find stop strings that begin in tokens generated before a resume. They are at the prompt's end; the detokenizer starts with
+    the last of them."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:

@@ -63,7 +63,7 @@ SETTINGS = {
     "enforce_eager": "enforce_eager",
     "enable_expert_parallel": "expert_parallel",
 }
-"""{refused engine argument: key of the section `strategy` to use instead}."""
+"""{refused engine argument: key of `strategy` to use instead}."""
 FIELDS = (("engine/arg_utils.py", "EngineArgs"), ("engine/arg_utils.py", "AsyncEngineArgs"))
 SERVER_FIELDS = (*FIELDS, ("entrypoints/launchers/cli_args.py", "BaseFrontendArgs"), ("entrypoints/launchers/cli_args.py", "FrontendArgs"))
 
@@ -107,7 +107,7 @@ def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None)
 
 def batched_tokens(strategy: VllmStrategyConfig, longest: int | None, cuda: bool) -> int:
     """Return the maximum tokens per forward pass. On a CPU, the longest prompt must fit: chunked prefill would rewind the request's random
-    generator, which kills the engine."""
+    generator, killing the engine."""
     return strategy.max_batched_tokens if cuda else max(strategy.max_batched_tokens, longest or 0)
 
 

@@ -43,7 +43,7 @@ def _all_say(mine: bool) -> bool:
 
 
 class WorkerExtension:
-    """Methods added to vLLM's workers, called by name (collective_rpc). `answering` turns exceptions into return values."""
+    """Methods of vLLM's workers, called by name (collective_rpc). `answering` turns exceptions into return values."""
 
     rank: int
     device: torch.device
@@ -53,7 +53,7 @@ class WorkerExtension:
     model_runner: Any
     roll_lite_dropped: list[tuple[torch.UntypedStorage, int]]
     roll_lite_adapters: IncomingAdapters | None = None
-    """Set if weight updates send only adapters."""
+    """Set if weight updates send adapters."""
 
     @cached_property
     def roll_lite_receiver(self) -> WeightReceiver:
@@ -61,7 +61,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """Make later weight updates carry LoRA adapters instead of all weights. `shapes`: {PEFT name: shape}."""
+        """Make later weight updates carry LoRA adapters only. `shapes`: {PEFT name: shape}."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.model_runner))
 
     @answering
@@ -135,7 +135,7 @@ class WorkerExtension:
 
 
 def _experts_of_this_worker_alone() -> None:
-    """Make vLLM's CPU kernel map global to local expert ids; otherwise the kernel would read out of bounds."""
+    """Make vLLM's CPU kernel map global to local expert ids; it would read out of bounds."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
@@ -153,7 +153,7 @@ def _experts_of_this_worker_alone() -> None:
 
 
 def _experts_without_adapters() -> None:
-    """Make vLLM choose its expert kernel as if LoRA were off: engines get no expert adapters."""
+    """Make vLLM choose its expert kernel as if LoRA were off: experts have no adapters in engines."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def without(moe_config: Any) -> Any:
@@ -190,7 +190,7 @@ def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
 
 
 _DIGIT = 128
-"""Base in which `_unpacked` writes row and column numbers. Every dtype represents its digits exactly."""
+"""Base in which `_unpacked` writes row and column numbers; every dtype represents its digits exactly."""
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -203,7 +203,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo vLLM's packing, which permutes each expert's entries. Packing row and column numbers, digit by digit, reveals the
+    """Undo vLLM's packing, which permutes each expert's entries: packing row and column numbers, digit by digit, reveals the
     permutation."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 

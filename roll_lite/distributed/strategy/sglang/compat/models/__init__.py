@@ -1,1 +1,1 @@
-"""Architectures that roll_lite trains, as SGLang's "external" models: SGLang then skips importing two hundred others."""
+"""Architectures that roll_lite trains, as SGLang's "external" models: it then skips importing two hundred others."""
