@@ -160,7 +160,11 @@ def check_space(run_folder: Path) -> Iterator[Diagnosis]:
 
 
 def check_ports(ports: Sequence[int] = PORTS) -> Iterator[Diagnosis]:
-    taken = [str(port) for port in ports if not socket.socket().connect_ex(("127.0.0.1", port))]
+    taken = []
+    for port in ports:
+        with socket.socket() as tried:
+            if not tried.connect_ex(("127.0.0.1", port)):
+                taken.append(str(port))
     yield Diagnosis("ports", f"of {', '.join(map(str, ports))} taken: {', '.join(taken) or 'none'}", TAKEN if taken else "", "warning")
 
 

@@ -78,5 +78,5 @@ def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
     token]."""
     if told.shape[1] == len(experts.layers):
         told = told[:, np.array(experts.layers)]
-    assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"
+    assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine reports {told.shape[1:]} experts per token"
     return told.reshape(len(told), -1).astype(np.int16)

@@ -64,7 +64,7 @@ class ChosenExperts:
 
 def collect_routes(routes: Routes, layers: int, per_token: int, sequence_parallel: bool) -> torch.Tensor:
     """Gather recorded expert ids on the host (collective over a model replica): [all tokens, layers * per_token] int16."""
-    assert routes.taken is not None, "nobody asked for them"
+    assert routes.taken is not None, "no routes were recorded"
     tensor: Any = parallel_state.get_tensor_model_parallel_group()
     places = routes.places.chunk(tensor.size())[tensor.rank()] if sequence_parallel else routes.places
     whole = torch.zeros(routes.all_tokens, layers, per_token, dtype=torch.int16, device=places.device)
