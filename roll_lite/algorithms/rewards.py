@@ -155,8 +155,8 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Multiply the data's weights by `function_weights`, which the user's function returned (None: 1). Masked samples get 0: truncated ones
-    (if `truncated`), groups with a mean score outside `group_mean`, and lengths outside `response_tokens`."""
+    """Multiply `sample_weight` by `function_weights`, the result of the user's function (None: 1). A sample gets 0 if it is truncated (if
+    `truncated`), its group's mean score is outside `group_mean`, or its length outside `response_tokens`."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

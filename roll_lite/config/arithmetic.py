@@ -74,7 +74,8 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average prompts per step; a single step differs by less than two."""
+    """Average prompts per step. Without `min_prompts`, a single step differs by less than two."""
+    min_prompts: int
     samples_per_prompt: int
     max_tokens: int
 
@@ -289,6 +290,7 @@ def derive(config: RunConfig) -> BatchArithmetic:
             name=name,
             share=shares[name] / sum(shares.values()),
             prompts_per_step=prompts * shares[name] / sum(shares.values()),
+            min_prompts=domain.min_prompts,
             samples_per_prompt=group_size(config, domain),
             max_tokens=domain.sampling.max_prompt_tokens + domain.sampling.max_tokens,
         )
@@ -348,15 +350,16 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
     """Maximum samples in a batch. Domains with the most samples per prompt get up to two prompts more than their average, unless it is a
-    whole number."""
+    whole number. `min_prompts` takes prompts from other domains."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
-    least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
+    most = {one.name: max(int(one.prompts_per_step) + spare[one.name], one.min_prompts) for one in domains}
+    taken = sum(max(one.min_prompts - max(ceil(one.prompts_per_step) - spare[one.name], 0), 0) for one in domains)
+    least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name] - taken, one.min_prompts, 0) for one in domains}
     left = prompts - sum(least.values())
     samples = 0
     for one in sorted(domains, key=lambda one: one.samples_per_prompt, reverse=True):
-        most = int(one.prompts_per_step) + spare[one.name]
-        further = min(left, most - least[one.name])
+        further = min(left, most[one.name] - least[one.name])
         samples += (least[one.name] + further) * one.samples_per_prompt
         left -= further
     return samples

@@ -49,8 +49,8 @@ class Multiples:
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return each micro-batch's row numbers. `lengths` [rows]: number of tokens. `parts`: number of micro-batches that the rank must
-        run, to match other ranks or `Multiples.count`; the caller adds missing ones, empty."""
+        """Return each micro-batch's row numbers. `lengths` [rows]: tokens per row. `parts`: number of micro-batches that other ranks or
+        `Multiples.count` require; if fewer are returned, the caller adds empty ones."""
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ def object_column(items: Iterable[object]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class DataProto:
-    """Immutable batch. Columns are, by kind (data/keys.py), tensors [rows] (ROW), Ragged (TOKENS, TRANSITIONS) or numpy object arrays
-    (OBJECT). Never write to columns: they may be in Ray's object store."""
+    """Immutable batch. A column's kind (data/keys.py) decides its type: tensor [rows] (ROW), Ragged (TOKENS, TRANSITIONS) or numpy object
+    array (OBJECT). Never write to columns: they may be in Ray's object store."""
 
     columns: Mapping[str, Column]
 

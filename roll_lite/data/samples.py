@@ -226,7 +226,7 @@ class EpisodeRecord(Packed):
     """The environment's verdict; None: the score decides."""
     metrics: dict[str, float] = field(default_factory=dict)
     branches: tuple[tuple[dict[str, Any], ...], ...] = ()
-    """Further conversations of the agent, in the order of their first response."""
+    """Further conversations of the agent, in the order of their last response."""
     answer: str | None = None
     """Answer to score instead of the last response."""
 

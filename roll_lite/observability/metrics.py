@@ -27,7 +27,7 @@ ALL_DOMAINS = ""
 
 @dataclass
 class MetricSums:
-    """Accumulated metrics: (sum, count) for means, one number for other metrics. Picklable."""
+    """Accumulated metrics: (sum, count) for means; others ignore the count. Picklable."""
 
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 

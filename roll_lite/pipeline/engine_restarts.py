@@ -82,7 +82,7 @@ class EngineRestarts:
         self._waiting = set(range(self._group.initial_ranks, self.replicas.world_size))
         """Engines waiting for devices; not reported as lost."""
         self._rests_until: dict[int, float] = {}
-        """{engine: time of its next start}, for engines that joined during the run and have no restarts left."""
+        """{engine: time of its next try}, for engines that joined during the run and used up their restarts."""
         self._asked = 0.0
         self._leaving: dict[int, ray.ObjectRef] = {}
         self._lost_at: dict[int, float] = {}

@@ -52,7 +52,7 @@ class RewardType(Section):
     answers_are_responses: ClassVar[bool] = True
     """False if reference answers, such as instruction ids, cannot be scored as responses."""
     unshown: ClassVar[tuple[str, ...]] = ()
-    """Arguments that may hold a secret, hidden in messages."""
+    """Arguments not shown in messages: they may hold a secret."""
 
     def __call__(self, sample: Any) -> Any:
         raise NotImplementedError

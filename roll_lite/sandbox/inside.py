@@ -50,7 +50,8 @@ def replaced_by(source: str) -> set[str]:
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """Parse the tests and insert guard functions. Failed asserts are appended to `failed`, even if the program catches them."""
+    """Parse the tests and wrap their values in guard functions, which are added to `names`. Failed asserts are appended to `failed`, also
+    if the program catches them."""
     names |= {
         "__builtins__": BUILTINS,
         "__compare__": compare,

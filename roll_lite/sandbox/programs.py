@@ -187,8 +187,8 @@ def _print(file: int, data: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Run the program, then answer the tests' calls. Modules that either imports are loaded first: afterwards, the program could replace
-    them."""
+    """Load the modules that tests or program import, before the program can replace them; run the program; then answer the tests'
+    calls."""
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order["imports"])
     imports: list[str] = []

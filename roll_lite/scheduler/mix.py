@@ -82,7 +82,7 @@ class BatchPlan:
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """{domain: numbers (over all batches) of planned groups whose prompt has not started}."""
+        """{domain: planned groups whose prompt has not started, numbered across batches}."""
         self._places = 0
         self._planned: deque[_Batch] = deque()
         self.charged = 0

@@ -37,7 +37,7 @@ class Credit:
     kl: torch.Tensor | None
     """KL(policy || reference) per token, without coefficient; None without KL in the reward."""
     rewards_per_row: torch.Tensor
-    """[B] float64: score (in the sample's first row only) minus coef * KL: a sample's rows add up to its reward."""
+    """[B] float64: score (in the sample's first row only) minus coef * KL, so a sample's rows add up to its reward."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:

@@ -216,7 +216,7 @@ class ModelWorker(Worker):
         self.strategy.load_hf(folder)
 
     def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
-        """Compute columns of this rank's rows; None except on head ranks."""
+        """Compute columns of a shard. One rank per data-parallel replica returns them, the others None."""
         batch = shard.materialize()
         found = self.forward_pass(batch, columns)
         return None if found is None else put_block(DataProto({"sample": batch.tensor("sample"), **found}))

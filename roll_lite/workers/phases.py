@@ -42,7 +42,7 @@ class PhaseWork:
     runs: list[tuple[float, float]] = field(default_factory=list)
     """(start in wall clock time, seconds) of each run of the phase."""
     tokens: float = 0.0
-    """Number of tokens, prompts included, shared equally by a data parallel replica's ranks, as are `flops`."""
+    """Tokens of the data-parallel replica, prompts included, divided by its ranks; `flops` likewise."""
     flops: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
     """Maximum bytes over the phase's runs: "allocated" and "reserved" GPU memory; "resident" host memory at a run's end."""

@@ -92,8 +92,8 @@ def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> Save
 
 
 def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedGroups:
-    """Read a file's samples, {group: {index: sample}}; none if its token columns are not TOKEN_COLUMNS and `columns`. `store`: puts a block
-    into the object store."""
+    """Read a file's samples, {group: {index: sample}}; none if its token columns differ from TOKEN_COLUMNS plus `columns`. `store`: puts a
+    block into the object store."""
     table = pq.read_table(BytesIO(content)).combine_chunks()
     names = [*TOKEN_COLUMNS, *columns]
     if {"group", "index", "sample", *names} != set(table.column_names):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from fractions import Fraction
 
 import torch
 from config_project import Project
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from roll_lite.config.arithmetic import (
@@ -26,7 +25,7 @@ from roll_lite.config.arithmetic_tables import render
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.data.microbatch import MicroBatchPlan, TokenBudget
 from roll_lite.data.minibatches import balanced_partition
-from roll_lite.scheduler.mix import DomainMix
+from roll_lite.scheduler.mix import BatchPlan
 
 
 def test_devices() -> None:
@@ -127,14 +126,17 @@ def test_passes_are_those_of_the_largest_batch(project: Project) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 8)), min_size=1, max_size=4), st.integers(1, 12))
-def test_no_batch_is_larger(domains: list[tuple[int, int]], prompts: int) -> None:
-    """Against the mix that decides."""
-    total = sum(share for share, _ in domains)
-    told = [DomainArithmetic(str(i), Fraction(s, total), Fraction(prompts * s, total), n, 9) for i, (s, n) in enumerate(domains)]
-    mix = DomainMix({one.name: float(domains[int(one.name)][0]) for one in told})
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.integers(1, 8)), min_size=1, max_size=4), st.integers(1, 12))
+def test_no_batch_is_larger(domains: list[tuple[int, int, int]], prompts: int) -> None:
+    """Against the plan that decides."""
+    total, least = sum(share for share, _, _ in domains), {str(i): least for i, (_, least, _) in enumerate(domains)}
+    assume(sum(least.values()) <= prompts)
+    told = [DomainArithmetic(str(i), Fraction(s, total), Fraction(prompts * s, total), m, n, 9) for i, (s, m, n) in enumerate(domains)]
+    plan = BatchPlan({one.name: float(domains[int(one.name)][0]) for one in told}, least)
+    plan.size = prompts
     for _ in range(20):
-        quota = Counter(mix.places(prompts))
+        quota = plan.next_quota()
+        assert all(quota[name] >= count for name, count in least.items())
         assert sum(quota[one.name] * one.samples_per_prompt for one in told) <= _largest_batch(told)
 
 

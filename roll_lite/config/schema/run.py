@@ -56,7 +56,7 @@ class PlacementConfig(Section):
     engines have others. pairs: actor with reference, critic with reward models, engines alone. apart: each role alone."""
     nodes: Annotated[PositiveInt, below(4097, "more than a cluster has")] | None = None
     """Number of nodes to use: those with enough free devices, the driver's node first, then by address. The run fails if too few are there
-    within ray.placement_timeout_s. null: Ray chooses nodes, and `devices` cannot name any."""
+    within ray.placement_timeout_s. null: Ray chooses, and roles' `devices` cannot name nodes."""
     devices_per_node: Annotated[PositiveInt, below(1025, "more than a node has")] = 8
     """Devices of each node, numbered over all nodes."""
     fill: Literal["pack", "spread"] = "pack"

@@ -149,8 +149,8 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Return how many consecutive tensor-parallel ranks share (and shard) a key/value head: 1, or more for q, k and v if there are fewer
-    heads than ranks."""
+    """Return how many consecutive tensor-parallel ranks split a key/value head and its queries: 1, except for q, k and v with fewer heads
+    than ranks."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 

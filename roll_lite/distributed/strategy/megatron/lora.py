@@ -1,6 +1,6 @@
 """LoRA: trainable A [rank, in] and B [out, rank] beside frozen linear layers, as in PEFT: W x + (alpha / rank) B A x (docs/lora.md).
 
-Tensor parallelism shards B in column-parallel layers, A in row-parallel ones. Adapters of experts are replicated.
+Tensor parallelism shards B in column-parallel layers, A in row-parallel ones. Adapters of experts are whole.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def mcq_count_length(response: str) -> bool:
 
 
 def reverse_newline(response: str) -> bool:
-    """Check that the lines from the one with Zimbabwe on are in reverse alphabetical order, without repetition, and at least 52."""
+    """Check the last lines, from the first with Zimbabwe on: there are at least 52, in strictly descending alphabetical order."""
     lines = [name for line in response.split("\n") if (name := line.strip(OUTER_MARKS))]
     first = next((place for place, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return neighbours([plain(line).casefold() for line in lines[first:]], gt, FEWEST_COUNTRIES)

@@ -1,5 +1,5 @@
-"""Run vLLM's OpenAI-compatible server for a judge in a process that ends with its starter: `python -m
-roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session."""
+"""vLLM's OpenAI-compatible server for a judge: `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS`. Start it in a
+new session: when its starter ends, it kills its process group."""
 
 from __future__ import annotations
 
