@@ -47,7 +47,7 @@ class FunctionTool:
 
 
 def play_tools(tools: Sequence[Tools], max_chars: int) -> EpisodeFunction:
-    """Return the function that plays an episode: the policy calls tools until a response has no call."""
+    """Return the episode function: the policy calls tools until a response has no call."""
     by_name = {schema["function"]["name"]: one for one in tools for schema in one.schemas}
 
     async def play(task: Task, policy: Policy) -> None:

@@ -39,7 +39,7 @@ Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
 
 
 class _Row:
-    """Training sequence of a sample: prompt, responses and environment texts along one branch."""
+    """Training row of a sample, along one branch."""
 
     __slots__ = ("free", "last", "length", "segments", "tokens")
 
@@ -50,7 +50,7 @@ class _Row:
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         self.free = False
-        """True until a request continues the row's last response: that one extends this row, later ones start new rows."""
+        """True until a request continues the row's last response."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -164,7 +164,6 @@ class Conversation:
         return row
 
     def end(self, record: EpisodeRecord, finish_reason: FinishReason | None = None) -> None:
-        """Store the environment's record. `finish_reason`: the limit that ended the episode, if any."""
         self._end = record, finish_reason
 
     def transcript(self) -> Transcript:

@@ -1,5 +1,5 @@
-"""Losses of actor and critic: a micro-batch's loss, sum(loss_weight * token loss), and metric sums, which add up over micro-batches and
-ranks. `<name>#<number>`: metric of one domain. Masked entries, even NaN, count as 0."""
+"""Losses of actor and critic: a micro-batch's sum(loss_weight * token loss), and metric sums, which add up over micro-batches and ranks.
+Masked entries, even NaN, count as 0."""
 
 from __future__ import annotations
 
