@@ -31,8 +31,7 @@ class Tools(Protocol):
     def schemas(self) -> Sequence[dict[str, Any]]: ...
 
     def opened(self, task: Task) -> AbstractAsyncContextManager[Call]:
-        """Return a context manager for one episode that yields the function for calls. It is entered before the first call, and left at the
-        episode's end."""
+        """Return a context manager that yields the function for calls; entered before an episode's first call, left at its end."""
         ...
 
 

@@ -242,7 +242,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """Yield a turn's pending calls, receive their results by `send`, return the work's."""
+    """Yield a turn's pending calls, receive their results by `send`, return the work's result."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()

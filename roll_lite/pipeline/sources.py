@@ -115,7 +115,6 @@ class LiveRollouts(BatchSource):
     _batch: Pending[RolloutBatch] | None = None
     """Pending call for the next batch. It continues while training ranks are replaced."""
     _addresses: dict[str, list[JudgeAddress]] = field(default_factory=dict)
-    """{judge: addresses of its servers by rank}."""
     _restarts: RestartBudget = field(default_factory=RestartBudget)
     _lost_judges: dict[str, float] = field(default_factory=dict)
     """{lost judge: time of its loss}, until it serves again."""

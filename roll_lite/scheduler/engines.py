@@ -57,7 +57,6 @@ class Collected:
     dead: str | None = None
     """Cause of the engine's death; unanswered requests are lost."""
     blocks_waiting: int = 0
-    """Token blocks ready for the next calls."""
     parts: list[Turn] = field(default_factory=list)
     """New tokens of unfinished responses, in rows that start with PART_PREFIX."""
 

@@ -36,7 +36,6 @@ PULSE_SECONDS = 2.0
 """Seconds between a heartbeat's answer and the next heartbeat."""
 MOST_BLOCKS = 32
 POLL_SECONDS = 10.0
-"""Maximum seconds that `collect` waits for a completion."""
 
 
 async def fetch_block(reference: Any) -> DataProto:

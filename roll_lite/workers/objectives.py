@@ -45,7 +45,6 @@ class ActorLoss:
     entropy_coef: float = 0.0
     old_log_probs: OldLogProbs = "recompute"
     measure_entropy: bool = True
-    """True: compute the entropy as a metric, even without a bonus."""
     domains: int = 1
     """Number of domains; rows without domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)

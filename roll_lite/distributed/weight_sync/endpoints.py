@@ -333,7 +333,6 @@ class WeightReceiver:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def connect(self, membership: Mapping[str, Any], number: int) -> None:
-        """Leave the old transfer group, drop an unfinished update, and join a new group as member `number`."""
         self.leave()
         self._begun = False
         group = TransferGroup(Membership.of(membership), number)

@@ -152,8 +152,8 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v). `joined`: over ranks that share a
-        key/value head."""
+        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v). `joined`: the parameter, joined over
+        ranks that share a key/value head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 
