@@ -60,11 +60,9 @@ def flush(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def replacing(path: Path, has_other_writers: bool = True) -> Iterator[Path]:
-    """Replace a file atomically: the block writes the draft whose path is yielded, which then replaces `path`. If the block fails, the
-    draft is removed: recording the run's end may need its space on a full disk.
-
-    `has_other_writers`: each process has its own draft. Otherwise drafts have one name, and one left by a killed process is overwritten.
-    """
+    """Replace a file atomically: the block writes the draft whose path is yielded. If it fails, the draft is removed: recording the run's
+    end may need its space on a full disk. `has_other_writers`: each process has its own draft; otherwise one left by a killed process is
+    overwritten."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.partial" if has_other_writers else f"{path.name}.partial")
     try:
         yield draft

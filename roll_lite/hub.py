@@ -1,8 +1,5 @@
-"""Hugging Face hub names as model folders and data files.
-
-While the driver loads a configuration (in `online`), names are resolved to commits, missing files downloaded, and names become paths in
-this node's cache. Other nodes use their own (`HubPath`).
-"""
+"""Hugging Face hub names as model folders and data files. While the driver loads a configuration (in `online`), they become paths in this
+node's cache (`HubPath`)."""
 
 from __future__ import annotations
 
@@ -178,8 +175,7 @@ class _Repository(NamedTuple):
             return HfApi().resolve_revision(self.name, repo_type=self.kind, revision=revision or None).resolved
 
     def download(self, commit: str, rest: str, tell: Tell, weights: bool = True) -> list[Path]:
-        """Download missing files of a model (with weights, if `weights`) or of a data set's split (`rest`: `[configuration or
-        file]?split=...`). Return all files."""
+        """Download missing files of a model, or of the data that `rest` selects (see `chosen`). Return all files."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 

@@ -53,8 +53,7 @@ def gae(
     whitening: Whitening | None = None,
     per_turn: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (advantages, returns) of GAE: A_t = delta_t + gamma * lam * A_{t+1}, with delta_t = r_t + gamma * V_{t+1} - V_t. Returns are
-    values plus the advantages for lam_critic (None: lam).
+    """Return (advantages, returns) of GAE. Returns are values plus the advantages for lam_critic (None: lam).
 
     lam: one number, or [B]. last_token_reward [B]: added to the reward of each row's last policy token. bootstrap [B]: value after that
     token (None: 0). per_turn: gamma discounts only from turn to turn; a turn is an unbroken run of policy tokens.
@@ -66,7 +65,7 @@ def gae(
 
 
 def length_adaptive_lambda(policy_tokens: torch.Tensor, alpha: float) -> torch.Tensor:
-    """VAPO's lambda of GAE, [B]: 1 - 1 / (alpha * policy tokens), at least 0."""
+    """VAPO's lambda of GAE, [B]."""
     return (1 - 1 / (alpha * policy_tokens.double().clamp(min=1))).clamp(min=0)
 
 
@@ -212,7 +211,7 @@ def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor, whitening: White
 
 
 def whiten_samples(advantages: torch.Tensor, policy_tokens: torch.Tensor, whitening: Whitening) -> torch.Tensor:
-    """Whiten the samples' advantages [B]. Mean and deviation weight a sample by its policy tokens."""
+    """Whiten the samples' advantages [B], weighting a sample by its policy tokens."""
     exact, counts = advantages.double(), policy_tokens.double()
     mean, scale = whitening(torch.stack([counts, counts * exact, torch.zeros_like(exact)], dim=1))
     return (exact - mean) * scale

@@ -39,11 +39,8 @@ def recurrence(
     whitening: Whitening | None,
     per_turn: bool = False,
 ) -> list[torch.Tensor]:
-    """Run the kernel `gae` or `discounted_returns`; return its results, each [B, T-1].
-
-    `tokens`: its token tensors (None: zeros). `rows`: its row arguments: [B], one number, or None for 0. `outputs`: dtypes of the results.
-    `whitening`: maps the moments of a first run to shift and scale. `per_turn`: as in `advantages.gae`.
-    """
+    """Run the kernel `gae` or `discounted_returns`; return its results, each [B, T-1]. `tokens`: its token tensors (None: zeros). `rows`:
+    its row arguments: [B], one number, or None for 0. `per_turn`: as in `advantages.gae`."""
     inputs = [
         *(_tokens(x, mask) for x in tokens),
         _mask(mask),
@@ -129,8 +126,7 @@ def discounted_returns(
     out: Any,
     moments: Any,
 ) -> None:
-    """Compute discounted returns of rows `first` to `stop`. If `moments` is empty, write (return - shift) * scale to `out`; else write only
-    the moments. Arguments as in `gae`."""
+    """Compute discounted returns of rows `first` to `stop`. Arguments and results as in `gae`."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = last_token_reward[row]

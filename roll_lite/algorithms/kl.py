@@ -72,7 +72,6 @@ def kl_loss(
 
 
 LARGEST_ERROR = 0.2
-"""Limit of |kl / target - 1| in one update of the coefficient."""
 
 
 class KlController:
@@ -85,7 +84,6 @@ class KlController:
         self._horizon = horizon
 
     def step(self, kl_per_token: float, samples: int) -> None:
-        """Adapt the coefficient to a training step's KL; non-finite KL is ignored."""
         if self._target is None or samples == 0 or not math.isfinite(kl_per_token):
             return
         error = min(max(kl_per_token / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)
@@ -95,6 +93,5 @@ class KlController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore an adaptive coefficient; without a target, the configured coefficient stays."""
         if self._target is not None:
             self.coef = state["coef"]

@@ -197,7 +197,7 @@ def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:
 
 
 def _clamp_only_loss(loss: torch.Tensor, terms: PolicyTerms, trains: torch.Tensor) -> PolicyLoss:
-    """Wrap a loss limited only by the clamp of the log-ratio. Tokens of `trains` (bool) beyond the clamp count as clipped."""
+    """Wrap a loss limited only by the clamp of the log-ratio."""
     return PolicyLoss(loss, terms.ratio.detach(), trains & terms.beyond_low, trains & terms.beyond_high)
 
 

@@ -1,5 +1,5 @@
-"""Token metrics, collected by micro-batch: sums and histograms, which add up over micro-batches and ranks, and peaks (maxima and minima).
-`<name>#<number>` is the metric `<name>` of the domain `<number>`."""
+"""Token metrics by micro-batch: sums and histograms, which add up over ranks, and peaks. `<name>#<number>` is the metric `<name>` of domain
+`<number>`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Peaks:
 
     domains: int = 1
     _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """{(metric name, sign): [domains] maximum of sign * value}. The sign is 1 for maxima, -1 for minima."""
+    """{(metric name, sign): [domains] maximum of sign * value}."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
         """Record each domain's maximum (if `smallest`, minimum) of values [B, T-1] where the mask is True; NaN if one of them is NaN.

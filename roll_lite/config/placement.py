@@ -22,7 +22,7 @@ GROUPS: Mapping[str, Sequence[Sequence[str]]] = {
     "pairs": (("actor_train", "reference"), ("critic", "reward_models"), ("actor_infer",)),
     "apart": (),
 }
-"""{placement preset: groups of roles}. The roles of a group share devices."""
+"""{placement preset: groups of roles}."""
 
 
 def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
@@ -85,8 +85,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_whole_cluster: bool) -> dict[str, int]:
-    """Return {role: number of devices}. Roles without a number get the highest of their group. If no role of the group has one, each gets
-    one device or, with `has_whole_cluster` and without judges, all devices."""
+    """Return {role: number of devices}. Roles without a number get the highest of their group, else one or, with `has_whole_cluster` and
+    without judges, all devices."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if has_whole_cluster and placement.devices and not is_judge else 1

@@ -29,7 +29,7 @@ ROW_GROUP_TOKENS = 2**21
 """Tokens per Parquet row group (about 30 MB)."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Getter of token blocks (tables of tokens, workers/token_blocks.py) by reference; None for a lost block."""
+"""Getter of token blocks (workers/token_blocks.py) by reference; None for a lost block."""
 
 DESCRIPTION = {
     "sample": "int64",
@@ -100,12 +100,9 @@ def write_dump(
     clock_offset: float = 0.0,
     rewards_of: Callable[[Sample], Sequence[float]] | None = None,
 ) -> None:
-    """Write a dump atomically.
-
-    `groups`: all samples, trained on or not. `rows`: the training batch. `facts`: header fields. `kept_ids`: also store the token ids that
+    """Write a dump atomically. `groups`: all samples, trained on or not. `facts`: header fields. `kept_ids`: also store the token ids that
     truncated sampling kept. `clock_offset`: wall clock minus event loop clock, in seconds. `rewards_of`: returns a sample's rewards by
-    turn; None: omit the column turn_rewards.
-    """
+    turn; None: omit the column turn_rewards."""
     entries = _entries(groups, rows)
     description = DESCRIPTION | ({"branch": "int64"} if "branch" in rows else {})
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in description}

@@ -137,7 +137,6 @@ class MicroBatchPlan:
         return sum(map(len, self.parts))
 
     def cut(self, batch: DataProto) -> list[DataProto]:
-        """Split a batch into micro-batches, empty ones last."""
         if len(batch) != self.rows:
             raise ValueError(f"a plan for {self.rows} rows was given a batch of {len(batch)}")
         return [batch.take(rows) for rows in self.parts] + [batch.slice(0, 0)] * (self.count - len(self.parts))

@@ -149,7 +149,7 @@ class _TextsOnly(pickle.Unpickler):
 
 
 def _livecodebench(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return public and private tests, and the task's text. Private tests are JSON, or base64 of a compressed pickle of JSON."""
+    """Private tests are JSON, or base64 of a compressed pickle of JSON."""
     public, private = (row[f"{which}_test_cases"] for which in ("public", "private"))
     if not private.lstrip().startswith("["):
         private = _TextsOnly(io.BytesIO(zlib.decompress(base64.b64decode(private)))).load()

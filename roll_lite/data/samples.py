@@ -46,7 +46,6 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     question: Any = None
-    """Prompt from the data, without template: a text or chat messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +144,6 @@ class Completion:
     log_probs: tuple[float, ...] = ()
     """Log-probs under the distribution that was sampled from, after temperature and truncation."""
     text: str = ""
-    """Whole response, with the tokens from before an interruption."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
@@ -271,7 +269,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Transcript(Branch):
-    """Tokens of a sample: its first training row and, if an agent's conversation branched, further rows."""
+    """Tokens of a sample: its first training row, and `branches`."""
 
     text: str = ""
     finish_reason: FinishReason | None = None

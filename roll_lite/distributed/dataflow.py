@@ -80,7 +80,7 @@ class BatchShard:
 
 
 class Batch:
-    """Driver's view of a batch: `rows` with one value per sample, blocks with per-token columns."""
+    """Driver's view of a batch."""
 
     def __init__(self, rows: DataProto, blocks: Iterable[Block] = ()) -> None:
         long = [key for key, column in rows.columns.items() if isinstance(column, Ragged)]

@@ -66,11 +66,8 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """Starts, watches and restarts members.
-
-    `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it ends
-    the fleet. `down(error)` is called once: when no member is left, or at such an exception.
-    """
+    """Runs `serve(member)` after each start of a member; its end counts as a loss. `lost(member, cause)` is called at each loss; an
+    exception in it ends the fleet. `down(error)` is called once: when no member is left, or at such an exception."""
 
     def __init__(
         self,

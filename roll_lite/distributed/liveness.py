@@ -76,8 +76,8 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Add the time since the last call to `silent_s` (since the last answer) and `waited_s` (since the last question): at most `most_s`
-        (default: 2 * `look_s`), so that pauses of this process hardly count."""
+        """Add the time since the last call, at most `most_s` (default: 2 * `look_s`), to `silent_s` (since the last answer) and `waited_s`
+        (since the last question)."""
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 

@@ -159,7 +159,7 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Return the largest share of a core, at most 1, with which each node's slots fit into its free cores. `counts`: {node id: slots}."""
+    """Return the largest share of a core that fits each node's slots. `counts`: {node id: slots}."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)

@@ -36,7 +36,6 @@ from roll_lite.observability.report import SUMMARY_FILE
 logger = logging.getLogger(__name__)
 
 SUPPORTED_RAY = ((2, 60), (2, 62))
-"""(first supported version, first unsupported one)."""
 FOLDER_PREFIX = "rl-"
 OWNER_FILE = "owner"
 MARK_FILE = "mark"

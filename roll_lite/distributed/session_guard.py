@@ -1,7 +1,6 @@
 """Guard process that cleans up after a driver's Ray session and records its death.
 
-It kills all processes with the session's mark (an id) in their environment, or with open files of the session. A second guard survives if
-the first is killed with the driver. Every Ray worker imports this file: standard library only.
+A second guard survives if the first is killed with the driver. Every Ray worker imports this file: standard library only.
 """
 
 from __future__ import annotations

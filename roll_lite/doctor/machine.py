@@ -40,7 +40,6 @@ NO_CODE = "code rewards and Python tools refuse to start (roll-lite docs code_re
 SET_CLOCK = "set the clock, or have a time server keep it: logs mislead, and TLS connections may be refused"
 
 SECONDS = 60.0
-"""Time limit in seconds for a check in a separate process."""
 LEAST_FREE = 0.9
 """Free fraction of GPU memory below which another process counts as using the GPU."""
 DRIVER = re.compile(r"Driver Version: *\S+ +CUDA Version: *[\d.]+")

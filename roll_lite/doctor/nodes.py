@@ -29,7 +29,6 @@ CALL_SECONDS = 120.0
 SLOW = 4.0
 """Factor by which the median pair of nodes is faster than a slow one."""
 COLUMNS = ("gpus", "shared memory", "open files", "sandbox")
-"""Checks that the table of nodes shows."""
 LINK = "look at this link: its interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), cable and switch port"
 
 

@@ -1,4 +1,4 @@
-"""Agents that call the policy over HTTP: match each request with the sampled response that it continues."""
+"""Agents that call the policy over HTTP."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class AgentSession:
         self._policy.refusal = why
 
     def end(self) -> None:
-        """Store the conversations in the Policy: the one with the latest response in `messages`, the others in `branches`."""
+        """Store the conversations in the Policy."""
         if self._conversations:
             self._policy.messages = self._conversations.pop(max(self._conversations))
             self._policy.branches = list(self._conversations.values())
@@ -157,7 +157,7 @@ def _json(value: Any) -> bytes:
 
 
 def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer], gives_reward: bool) -> EpisodeFunction:
-    """Build the function that plays an episode with an agent. `gives_reward`: the agent returns a reward; otherwise an answer to score."""
+    """Build the episode function of an agent. `gives_reward`: the agent returns a reward; otherwise an answer to score."""
     from roll_lite.environments.endpoint.server import EndpointServer  # aiohttp takes a while to import
 
     server = EndpointServer()

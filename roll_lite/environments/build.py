@@ -36,7 +36,6 @@ from roll_lite.files import read_text
 
 TOOL_SETS = 16
 METHODS = {"reset": ("a task",), "step": ("a message",), "close": ()}
-"""{method of an environment's class: its arguments}."""
 
 
 def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) -> Player:

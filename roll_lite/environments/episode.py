@@ -118,13 +118,11 @@ class Policy:
     def __init__(self, number: int, renderer: Renderer, limits: Limits, room: int, ask: Callable[[Ask], None]) -> None:
         self.messages: list[Message] = []
         self.correct: bool | None = None
-        """True if the task was solved; None: the score decides."""
         self.metrics: dict[str, float] = {}
         self.branches: list[list[Message]] = []
         self.answer: str | None = None
-        """Answer to score instead of the last response; None: score the response."""
         self.finish_reason: FinishReason | None = None
-        """Limit that the episode has reached, or STOP if an agent ended by itself. Sampling another response resets it to None."""
+        """Reset to None when another response is sampled."""
         self.limit: tuple[FinishReason, str] | None = None
         """Last limit reached: (reason, explanation)."""
         self.refusal: str | None = None
@@ -187,8 +185,7 @@ class Policy:
     async def sample(
         self, ids: Sequence[int], after: int | None, most: int | None, stop: Sequence[str] = (), messages: Sequence[Message] = ()
     ) -> Response:
-        """Append tokens to a conversation, and sample a response. `messages`: source of `ids`. `after`: number of the response before these
-        tokens; None: they start a conversation. `most`: maximum tokens of the response; None: all that are left."""
+        """Append tokens to a conversation, and sample a response. `messages`: source of `ids`. `after`, `most`: as in `Ask`."""
         loop = asyncio.get_running_loop()
         number = len(self._rewards)
         self._rewards.append(0.0)

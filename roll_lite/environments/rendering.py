@@ -99,11 +99,9 @@ class ChatRenderer:
         return sum(len(self._text.encode(one.get("content") or "")) for one in self._guarded(messages))
 
     def message(self, response_ids: Sequence[int]) -> Message:
-        """Convert a response to an assistant message. A malformed tool call has a `problem`."""
         return _message(self._parser, response_ids)
 
     def difference(self) -> str | None:
-        """Example of where an episode's tokens differ from the template applied to the whole conversation; None if nowhere."""
         for kind, messages in _conversations(bool(self._tools)):
             try:
                 whole = self._text.encode(self._render(messages, self._tools), start=True)
@@ -227,8 +225,7 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class _GuardedText:
-    """Tokenizes text of users and tools as plain text, even where it spells an added token such as `<|im_end|>`: `guard` marks a cut inside
-    it, `encode` tokenizes the parts separately."""
+    """Tokenizes texts of users and tools as plain text: `guard` marks cuts inside added tokens, `encode` tokenizes the parts."""
 
     def __init__(self, tokenizer: Tokenizer, allowed: str = "") -> None:
         added = tokenizer.added_tokens_decoder
@@ -241,8 +238,7 @@ class _GuardedText:
         self._line_break = self._ids("\n")
 
     def guard(self, value: Any, only_special: bool = False) -> Any:
-        """Mark a value's texts where they spell an added token such as `<|im_end|>`, so that `encode` tokenizes it as plain text.
-        `only_special`: only special tokens."""
+        """Mark cuts where a value's texts spell an added token or, with `only_special`, a special one."""
         if isinstance(value, str):
             # Tokenizers refuse lone surrogates, which JSON can spell.
             text = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -31,8 +31,7 @@ class Tools(Protocol):
     def schemas(self) -> Sequence[dict[str, Any]]: ...
 
     def opened(self, task: Task) -> AbstractAsyncContextManager[Call]:
-        """Return a context manager for one episode that yields the function for calls. It is entered before the first call, and left at the
-        episode's end."""
+        """Return a context manager that yields the function for calls; entered before an episode's first call, left at its end."""
         ...
 
 
@@ -47,7 +46,7 @@ class FunctionTool:
 
 
 def play_tools(tools: Sequence[Tools], max_chars: int) -> EpisodeFunction:
-    """Return the function that plays an episode: the policy calls tools until a response has no call."""
+    """Return the episode function: the policy calls tools until a response has no call."""
     by_name = {schema["function"]["name"]: one for one in tools for schema in one.schemas}
 
     async def play(task: Task, policy: Policy) -> None:

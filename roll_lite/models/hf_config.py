@@ -14,7 +14,6 @@ from roll_lite.models.hf_fields import HEADS, LLAMA3_FIELDS, refusals, rope_fiel
 MODEL_FILE = "model.json"
 """File in a role's checkpoint that stores `tensor_facts`."""
 NOT_IN_TENSORS = ("max_positions", "norm_eps", "rope", "window")
-"""Fields of HfConfig that do not affect the tensors."""
 SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 """`model_type`s that the Megatron strategy supports."""
 

@@ -361,7 +361,6 @@ def _ess(mean: float, square: float) -> float:
 
 
 def _explained_variance(return_mean: float, return_square: float, error_mean: float, error_square: float) -> float:
-    """Compute 1 - Var(error) / Var(return); NaN if all returns are equal."""
     variance = return_square - return_mean**2
     return 1 - (error_square - error_mean**2) / variance if variance > 1e-12 * max(1.0, return_square) else math.nan
 

@@ -84,8 +84,8 @@ class MetricSums:
             self._put(series, value, count)
 
     def values(self) -> dict[str, float]:
-        """Return {name in files and trackers: value}, with derived metrics, without means over no items. Names: `domain/<domain>/<name>`,
-        `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or `<name>`."""
+        """Return {name in files and trackers: value}, with derived metrics, without means over no items. A part's name is
+        `domain/<domain>/<part>/<name>`."""
         read: dict[Series, float] = {}
         for series, (value, count) in self.entries.items():
             if metric_of(series[0]).reduction is not Reduction.MEAN:

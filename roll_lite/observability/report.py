@@ -76,8 +76,7 @@ def write_summary(
     resumed_after: int = 0,
     findings: Iterable[Finding] = (),
 ) -> Path:
-    """Replace summary.json atomically. `steps` includes earlier runs, `wall_s` (seconds by phase, and `total`) and `tokens` do not.
-    `exit_state`: "running", "completed", "interrupted", "failed: <cause>"."""
+    """Replace summary.json atomically. `steps` includes earlier runs, `wall_s` (seconds by phase, and `total`) and `tokens` do not."""
     assert exit_state in ("running", "completed", "interrupted") or exit_state.startswith("failed: "), exit_state
     assert "total" in wall_s, "wall_s needs the total"
     summary = {

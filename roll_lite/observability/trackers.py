@@ -152,7 +152,7 @@ class Trackers(Tracker):
         self._trackers = list(trackers)
         self._tell = tell
         self._without: set[tuple[Tracker, str]] = set()
-        """(tracker, kind of data) pairs to skip, because the tracker failed with this kind."""
+        """(tracker, kind of data) pairs to skip."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))

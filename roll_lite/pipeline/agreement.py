@@ -46,9 +46,9 @@ LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 LEAST_STALE_TOKENS = 200
 """LEAST_TOKENS for samples of older weights, in any precision."""
 LASTING_STEPS, SUDDEN = 3, 2.0
-"""Samples of older weights also differ by what the policy has learned since: in 2,790 steps of a collapsed policy, 14 exceeded the limit,
-up to seven times (0.36 nats), and at most two in a row. So an engine must exceed it in LASTING_STEPS steps in a row (more for older
-weights: one large update shows in several), or reach SUDDEN nats once."""
+"""Samples of older weights also differ by what the policy has learned since (in a collapsed policy up to seven times the limit, two steps
+in a row). So an engine must exceed it in LASTING_STEPS steps in a row (more for older weights: one large update shows in several), or reach
+SUDDEN nats once."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
 """Earlier steps in the median (FACTOR): at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), of the latest MOST_STEPS."""
 Age = tuple[int, int]

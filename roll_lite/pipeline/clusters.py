@@ -1,4 +1,4 @@
-"""Handles of models and engines for the pipeline. Roles that share devices take turns: load, work, offload (config/device_phases.py)."""
+"""Handles of models and engines for the pipeline."""
 
 from __future__ import annotations
 
@@ -133,8 +133,7 @@ class Engines(Movable):
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, also_loaded: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs; offload it after the block. `also_loaded`: further models with state groups, which the
-        caller offloads."""
+        """Call `loaded` with the engine memory that a phase needs."""
         return loaded(self, self.parts(phase), also_loaded)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
@@ -243,7 +242,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """Yield each pending call of a turn (load, work, offload), receive its result by `send`, and return the work's result."""
+    """Yield a turn's pending calls, receive their results by `send`, return the work's result."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()

@@ -52,7 +52,7 @@ class JoiningEngines:
 
 
 class EngineRestarts:
-    """Starts replacements of lost engines and, with `joining`, further ones. Newcomers have started but lack the current weights."""
+    """Starts replacements of lost engines and, with `joining`, further ones."""
 
     def __init__(
         self,
@@ -150,8 +150,7 @@ class EngineRestarts:
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Admit started replacements as living `newcomers`, which serve once they have the current weights. With `offload: true`, offload
-        `parts`."""
+        """Admit started replacements as `newcomers`. With `offload: true`, offload `parts`."""
         self.tell_losses()
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
@@ -263,7 +262,7 @@ class EngineRestarts:
                 self._restart_where_free(engine)
 
     def _restart_where_free(self, engine: int) -> None:
-        """Restart an engine on its own devices; one that joined during the run gives them up and waits for free ones on any node."""
+        """Restart an engine; one that joined during the run waits for free devices on any node."""
         if (joining := self._joining_of(engine)) is not None:
             remove_placement_group(joining.slots[engine].reserved)
             joining.slots[engine] = joining.new_slot()

@@ -253,8 +253,7 @@ class Journal:
         replaced: Mapping[str, Mapping[str, Sequence[str]]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: {"reward" or "environment": {domain: why workers were replaced}}. `silences`: per lost engine,
-        seconds from its last answer to its loss."""
+        """Record a batch. `replaced`, `silences`: see `RolloutBatch`."""
         for part, of_domains in replaced.items():
             for name, causes in of_domains.items():
                 self._sums.add(f"{part}/workers_replaced", len(causes), label=name)
@@ -297,7 +296,7 @@ class Journal:
                 self._print_rarely(f"{of}domain {name}", attempts)
 
     def _print_rarely(self, place: str, text: str) -> None:
-        """Print the text on its 1st, 10th, 100th, ... occurrence. Texts that differ in numbers count as the same."""
+        """Print the text on its 1st, 10th, 100th, ... occurrence."""
         key = (place, NUMBER.sub("", text))
         times, first = self._told.get(key, (0, text))
         times += 1

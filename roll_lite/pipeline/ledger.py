@@ -79,8 +79,7 @@ class Ledger:
     def updates(
         self, step: int, rows: DataProto, mini_batches: Sequence[MiniBatch], updates: Mapping[str, Sequence[Sequence[Update]]]
     ) -> None:
-        """Record each mini-batch's samples and its outcome by role: trained, skipped (not finite) or stopped (training ended early).
-        `updates`: {role: [data parallel rank][update]}."""
+        """Record each mini-batch's samples and its outcome by role: trained, skipped (not finite) or stopped (training ended early)."""
         place = np.zeros(int(rows.tensor("sample").max()) + 1, dtype=np.int64)
         place[rows.tensor("sample").numpy()] = np.arange(len(rows))
         for number, mini_batch in enumerate(mini_batches):

@@ -71,7 +71,6 @@ class UsersCode(Reader):
     """Module or package of the user's code. `setting`: dotted path of a function in it. `folder`: where the driver imports it from."""
 
     def files(self) -> dict[str, str]:
-        """Return {file name: fingerprint} of the Python files found on this node's import path."""
         found = _imported_from(self.setting)
         if found is None or found.is_file():
             return {found.name: fingerprint(found)} if found is not None else {}

@@ -2,8 +2,7 @@
 
 If a rank of a trained model is lost, all trained models load the newest checkpoint or in-memory copy, and repeat later updates on batches
 kept by the driver. If the rollout service is lost, it restarts in its state after the last step, but the kept batches' tokens are lost with
-it. If updates must be repeated too (a training rank was also lost, or weights were being updated), the run therefore goes back and repeats
-whole steps, generation included.
+it: if updates must be repeated too, the run goes back and repeats whole steps, generation included.
 """
 
 from __future__ import annotations
@@ -138,9 +137,8 @@ class Recovery:
                 raise failure.final(allowed, setting, when)
 
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
-        """Restart the lost roles and return to the state after the last step. If trained weights are lost or unknown (`goes_back`), all
-        trained models load the newest checkpoint or in-memory copy and repeat updates on the kept batches; if a batch is missing
-        (`_rewinds`), whole steps are repeated. Phases have time limits, the whole has none."""
+        """Restart the lost roles and return to the state after the last step. `goes_back`: trained weights are lost or unknown. `_rewinds`:
+        a kept batch is missing, so whole steps are repeated. Phases have time limits, the whole has none."""
         started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
         roles, phase = {loss.role for loss in losses}, self._journal.timers.phase
         with phase("recovery"), WATCHDOG.uninterrupted():

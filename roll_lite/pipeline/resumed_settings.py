@@ -65,7 +65,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") 
 
 
 def samples_continue(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """True if no change affects how samples are generated and scored: samples in flight may continue."""
+    """True if samples in flight may continue."""
     return all(change.is_harmless for change in changes(before, now))
 
 

@@ -178,8 +178,10 @@ class Interruption:
     def ignored(self) -> Iterator[None]:
         """Ignore signals in the block, which records the run's end. Later signals raise KeyboardInterrupt and interrupt the clean-up."""
         self._is_deaf = True
-        yield
-        self._is_deaf = False
+        try:
+            yield
+        finally:
+            self._is_deaf = False
 
 
 class RunEnd:

@@ -37,8 +37,7 @@ def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:
 
 
 class Shortages:
-    """Finds shortages (open files, shared memory, memory) behind a failure; reserves open files and disk space for the run's end. Create it
-    at the start."""
+    """Finds shortages behind a failure; reserves open files and disk space for the run's end. Create it at the start."""
 
     def __init__(self, folder: Path) -> None:
         self._killed = killed_for_memory()

@@ -63,7 +63,7 @@ class SkippedUpdates:
         return SkippedUpdates(limits, config.algorithm.ptx is not None)
 
     def count(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]]) -> list[Skipped]:
-        """Count a step's updates, {role: [data parallel rank][update]}. Return the skipped ones that begin a series."""
+        """Count a step's updates. Return the skipped ones that begin a series."""
         begun: list[Skipped] = []
         for role, ranks in updates.items():
             series = self._series.setdefault(role, SkippedSeries())

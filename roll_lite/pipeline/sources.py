@@ -86,8 +86,8 @@ class BatchSource(ABC):
         """Restore `state`. `unfinished`: checkpoint file of the samples in flight, which continue, or b""."""
 
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> tuple[dict[str, Any], bytes]:
-        """Return the state after the last batch of `state`, with groups admitted since (not in deterministic runs), and a checkpoint file
-        of its samples in flight, or b"". `within_s`: timeout in seconds."""
+        """Return `state` with the groups admitted since its last batch, and a checkpoint file of its samples in flight, or b""
+        (`RolloutWorker.unfinished`). `within_s`: timeout in seconds."""
         return state, b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
@@ -115,7 +115,6 @@ class LiveRollouts(BatchSource):
     _batch: Pending[RolloutBatch] | None = None
     """Pending call for the next batch. It continues while training ranks are replaced."""
     _addresses: dict[str, list[JudgeAddress]] = field(default_factory=dict)
-    """{judge: addresses of its servers by rank}."""
     _restarts: RestartBudget = field(default_factory=RestartBudget)
     _lost_judges: dict[str, float] = field(default_factory=dict)
     """{lost judge: time of its loss}, until it serves again."""

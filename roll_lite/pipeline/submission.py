@@ -29,8 +29,8 @@ CLOSING_S = 60
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """Yield problems with paths: the job runs in a copy of the current folder, which Ray deletes. No path may leave this folder; paths of
-    KEPT may not lie in it. `written`: settings with relative paths kept. `folder`: of the configuration."""
+    """Yield problems with paths. None may leave the current folder; those of KEPT may not lie in it, since Ray deletes the job's copy.
+    `written`: settings with relative paths kept. `folder`: of the configuration."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))

@@ -37,7 +37,7 @@ ANSWER_SECONDS = 30.0
 
 
 class WeightSync:
-    """Sends the actor's weights to all living engines, or to newcomers: replacements that do not serve yet."""
+    """Sends the actor's weights to all living engines, or to newcomers only."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ def filled(template: str, sample: RewardInput, reward: str, response: str | None
 
 
 def filling(name: str, sample: RewardInput) -> Any:
-    """Value of a placeholder; None if the sample has none. {fence} is a line that the response cannot contain."""
+    """Value of a placeholder; None if the sample has none."""
     own = {"prompt": sample.prompt, "response": after_thinking(sample), "answer": sample.answer}
     if name in own:
         return own[name]

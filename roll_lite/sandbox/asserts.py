@@ -46,8 +46,7 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a proxy of a method of LeetCode's class Solution. An attribute of a function or class aborts the test, which runs again in
-        the program's process. Other objects: AttributeError."""
+        """Return a proxy of a method. An attribute of a function or class aborts the test, which runs again in the program's process."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):

@@ -206,8 +206,7 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards around operator methods of the program's classes during a test. Without them, an object that equals everything would pass
-    `assert f(x) == 5`."""
+    """Guards around operator methods of the program's classes during a test."""
 
     tests: Any = None
     failed: ClassVar[list[str]] = []

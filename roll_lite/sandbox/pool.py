@@ -76,7 +76,6 @@ class Program:
     artifact: bytes = b""
     """Compiled program, passed as file descriptor 4."""
     address_space: bool = True
-    """Limit the address space; False for interpreters that reserve far more than they use."""
     limits: Limits = field(default_factory=Limits)
 
 

@@ -68,7 +68,7 @@ class _PromptToStart:
     group: int | None = None
     """Number of the prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
-    """Number of batches requested at the admission of `group`; its samples' staleness counts from here."""
+    """Number of batches requested at the admission of `group`."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 

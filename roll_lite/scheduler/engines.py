@@ -57,9 +57,8 @@ class Collected:
     dead: str | None = None
     """Cause of the engine's death; unanswered requests are lost."""
     blocks_waiting: int = 0
-    """Token blocks (tables with several samples' tokens) ready for the next calls."""
     parts: list[Turn] = field(default_factory=list)
-    """New tokens of unfinished responses: rows that start with a dummy token (PART_PREFIX) instead of the prompt."""
+    """New tokens of unfinished responses, in rows that start with PART_PREFIX."""
 
     def with_blocks(self, blocks: Sequence[Any]) -> Collected:
         turns, parts = (

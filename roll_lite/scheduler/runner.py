@@ -39,7 +39,7 @@ Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
 
 
 class _Row:
-    """Training sequence of a sample: prompt, responses and environment texts along one branch."""
+    """Training row of a sample, along one branch."""
 
     __slots__ = ("free", "last", "length", "segments", "tokens")
 
@@ -50,7 +50,7 @@ class _Row:
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         self.free = False
-        """True until a request continues the row's last response: that one extends this row, later ones start new rows."""
+        """True until a request continues the row's last response."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -139,8 +139,8 @@ class Conversation:
     def _saved_turn(
         self, after: int | None, place: int | None, given: bytes, limits: tuple[int | None, tuple[str, ...]]
     ) -> SavedTurn | None:
-        """Take the saved response to the same request. One that extended its row (its tokens include the row's earlier ones as trained) is
-        taken if no other request has extended it."""
+        """Take the saved response to the same request. If it extended a row, that row must still be free: its tokens include the row's
+        earlier ones as trained."""
         for saved in self._saved.values():
             is_same = (saved.after, saved.given_ids) == (place, given) and saved.limits in (None, limits)
             if is_same and (saved.branches or after is None or self._free_row(after)):
@@ -164,7 +164,6 @@ class Conversation:
         return row
 
     def end(self, record: EpisodeRecord, finish_reason: FinishReason | None = None) -> None:
-        """Store the environment's record. `finish_reason`: the limit that ended the episode, if any."""
         self._end = record, finish_reason
 
     def transcript(self) -> Transcript:

@@ -166,7 +166,6 @@ class RolloutService:
         return RolloutResult(groups, stats, left_out, [*lines, {**batch, "admitted": self._next_group, "open": open_groups}])
 
     def last_ledger(self) -> list[dict[str, Any]]:
-        """Return the ledger's remaining lines, a `dropped` line for each undelivered group, and an `end` line."""
         return [*self._ledger, *self._ledger_if_dropped("the run ended"), {"event": "end", "admitted": self._next_group, "open": []}]
 
     def _ledger_if_dropped(self, cause: str, undo: bool = False) -> list[dict[str, Any]]:
@@ -195,8 +194,8 @@ class RolloutService:
     # ------------------------------------------------------------ weights
 
     async def hold(self) -> None:
-        """Prepare for a weight update, which `set_version` ends. DRAIN waits for running responses, ABORT interrupts them, PAUSE stops the
-        timeout clock (the first bucket of weights pauses engines)."""
+        """Prepare for a weight update, which `set_version` ends. PAUSE only stops the timeout clock: the first bucket of weights pauses
+        engines."""
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:

@@ -50,11 +50,7 @@ class SavedSample:
     failure: str | None = None
     timed_out: bool = False
     turns: tuple[SavedTurn, ...] = ()
-    """Responses so far of an unfinished episode.
-
-    After a resume, they are returned or, if partial, continued when the environment sends the same request at the same place of the
-    conversation.
-    """
+    """Responses so far of an unfinished episode."""
 
     @staticmethod
     def of(sample: Sample) -> SavedSample:

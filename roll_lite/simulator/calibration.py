@@ -1,4 +1,4 @@
-"""Replace the simulator's assumptions by measurements of a run. Engine time is fitted as `passes * pass_s + tokens * request_s`."""
+"""Replace the simulator's assumptions by measurements of a run."""
 
 from __future__ import annotations
 
@@ -149,8 +149,6 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Measure the trainer: tokens per second and device outside generation and weight updates, the share of log-probs in this time, and
-    seconds of a weight update."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]

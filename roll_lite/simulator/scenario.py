@@ -68,7 +68,6 @@ class Scenario:
     offload_s: float | None = None
     """Time to offload and load engines between batches; None: they stay loaded."""
     deterministic: bool = False
-    """True if a request's id determines its engine, and requests start in waves, once every unfinished sample waits."""
 
     @property
     def takes_turns(self) -> bool:

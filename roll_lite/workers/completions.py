@@ -1,4 +1,4 @@
-"""Pass requests to an engine; return responses, with tokens in token blocks (tables with a row per sample)."""
+"""Pass requests to an engine; return responses, with tokens in token blocks."""
 
 from __future__ import annotations
 

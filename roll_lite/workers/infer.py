@@ -36,7 +36,6 @@ PULSE_SECONDS = 2.0
 """Seconds between a heartbeat's answer and the next heartbeat."""
 MOST_BLOCKS = 32
 POLL_SECONDS = 10.0
-"""Maximum seconds that `collect` waits for a completion."""
 
 
 async def fetch_block(reference: Any) -> DataProto:
@@ -69,7 +68,7 @@ class InferWorker(AsyncWorker):
         await self._strategy.preload()
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> Place:
-        """Start the engine in this replica's turn (rank % turns): engines on one GPU take turns, since each measures free memory."""
+        """Start the engine in this replica's turn, rank % turns."""
         if self.rank % turns != turn:
             return await self.place()
         if self._parts is None:
@@ -131,7 +130,6 @@ class InferWorker(AsyncWorker):
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
-        """Update the engine's weights. If this breaks off after weights changed, the engine stays frozen until a complete update."""
         self._version = version
         return await self._transferred(self._strategy.update_weights(routes, version))
 
@@ -141,8 +139,6 @@ class InferWorker(AsyncWorker):
     # ------------------------------------------------------------ life
 
     async def trace(self, folder: Path | None) -> list[str]:
-        """Start a profile of the engine's workers or, with `folder`, stop and write it. Return an error text per worker, empty on
-        success."""
         return await self._of_engine(self._strategy.trace(None if folder is None else f"{folder}/{self.role}-{self.rank}"))
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:

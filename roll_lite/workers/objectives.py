@@ -1,5 +1,5 @@
-"""Losses of actor and critic: a micro-batch's loss, sum(loss_weight * token loss), and metric sums, which add up over micro-batches and
-ranks. `<name>#<number>`: metric of one domain. Masked entries, even NaN, count as 0."""
+"""Losses of actor and critic: a micro-batch's sum(loss_weight * token loss), and metric sums, which add up over micro-batches and ranks.
+Masked entries, even NaN, count as 0."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class ActorLoss:
     entropy_coef: float = 0.0
     old_log_probs: OldLogProbs = "recompute"
     measure_entropy: bool = True
-    """True: compute the entropy as a metric, even without a bonus."""
     domains: int = 1
     """Number of domains; rows without domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)

@@ -86,8 +86,7 @@ class EpisodeRewards:
 
 
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
-    """RewardClient over one domain's reward workers. A function that hangs or kills its process fails its own sample; the call's others are
-    scored again."""
+    """RewardClient over one domain's reward workers."""
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
         self._config = config

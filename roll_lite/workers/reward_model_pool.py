@@ -55,7 +55,7 @@ def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy
 
 
 def is_gone(error: BaseException) -> bool:
-    """Return True if the process died, or was restarted by Ray and has no model yet."""
+    """Return True if the process died, or has no model yet."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, NotInitialized))
 
 
@@ -168,8 +168,7 @@ async def _reached(actor: Any) -> None:
 
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
-    """Client of a reward model that domains share; batches may mix their samples. If a copy loses a process, its samples fail and it
-    restarts."""
+    """Client of a reward model that domains share; batches may mix their samples."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name

@@ -150,8 +150,8 @@ def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> byt
 def write_samples(
     path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0, columns: Mapping[str, Sequence[str]] = NONE
 ) -> None:
-    """Write a line per sample, with failed ones and greedy baselines. The file appears when complete. `clock_offset`: wall clock minus
-    event loop clock, in seconds. `columns`: from `reported_columns`, for a validation."""
+    """Write a line per sample, with failed ones and greedy baselines. The file appears when complete. `columns`: from `reported_columns`,
+    for a validation."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, has_other_writers=False) as draft, draft.open("wb") as file:
         for group in groups:

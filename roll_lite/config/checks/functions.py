@@ -25,9 +25,9 @@ def check_function(
     given: Collection[str] = (),
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
-    """Check that `name`, the value of setting `path`.`key`, is the dotted path of a function that accepts the run's arguments. `inputs`:
-    positional arguments, in words for messages. `arguments`: keyword arguments from the YAML; None: unchecked. `given`: names of keyword
-    arguments that the run adds. `or_class`: a class is allowed too; its arguments are not checked."""
+    """Check `name`, the value of setting `path`.`key`. `inputs`: positional arguments, in words for messages. `arguments`: keyword
+    arguments from the YAML; None: unchecked. `given`: names of keyword arguments that the run adds. `or_class`: a class is allowed too; its
+    arguments are not checked."""
     try:
         found = _definition(name)
     except ValueError as error:

@@ -1,5 +1,4 @@
-"""Checks of settings that need GPUs. Findings of `needs_gpus` end `roll-lite run`; `roll-lite check`, which may run on another machine,
-reports them as notes."""
+"""Checks of settings that need GPUs."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ SMALL_RUN = 8
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Return a note if the run seems too large for CPUs: it uses bfloat16, or more processes than SMALL_RUN and than CPU cores."""
+    """Return a note if the run seems too large for CPUs."""
     if layout.gpus_visible() or layout.runs_on_cluster(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

@@ -263,8 +263,7 @@ def _matches(subject: str, patterns: str) -> bool | None:
 
 
 def _holds(words: list[str]) -> bool | None:
-    """Evaluate a shell condition; None if unknown. A value that only the shell knows counts as different from `npu`, which is other
-    hardware."""
+    """Evaluate a shell condition; None if unknown. A value that only the shell knows counts as different from `npu`."""
     for joint, decides in (("||", True), ("&&", False)):
         if joint in words:
             at = words.index(joint)

@@ -32,7 +32,7 @@ def is_short_form(value: Any, path: Path) -> bool:
 
 
 def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> None:
-    """Merge `layer` into `tree`. null removes an inherited mapping entry, or restores a default."""
+    """Merge `layer` into `tree`."""
     for key in _ended(tree, layer, path):
         del tree[key]
     for key, value in layer.items():

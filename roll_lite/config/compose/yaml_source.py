@@ -35,7 +35,7 @@ class YamlSource:
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
-    """Key paths of values that could not be read; the text's own root path if the whole text is not valid YAML."""
+    """Key paths of unreadable values; the root path if the text is not YAML."""
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:

@@ -240,7 +240,7 @@ class DomainConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     """Sampling in training."""
     validation_sampling: HeldOutSamplingConfig = HeldOutSamplingConfig()
-    """Sampling of held-out prompts; null fields use validation.sampling."""
+    """Sampling of held-out prompts."""
     environment: EnvironmentConfig | None = None
     """Environment of multi-turn episodes; null: one response per prompt."""
     reward: RewardConfig = RewardConfig(name=ENVIRONMENT_REWARD)

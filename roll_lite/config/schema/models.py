@@ -86,7 +86,7 @@ class LoraConfig(Section):
     rank: PositiveInt = 16
     """Rank of the adapters."""
     alpha: PositiveFloat = 32.0
-    """Scale: B A x is multiplied by alpha / rank."""
+    """Scale of the adapters."""
     targets: NonEmpty[str] = Field(default=[*LINEAR_LAYERS])
     """Linear layers with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. In models with experts, gate_proj,
     up_proj and down_proj are those of all experts."""
@@ -388,7 +388,7 @@ class RewardModelConfig(Section):
     path: ModelFolder
     """Folder, or name on the hub, of a ForSequenceClassification model with one label."""
     devices: Devices = 1
-    """Number of devices, or a list. With hf each holds a copy of the model."""
+    """Number of devices, or a list."""
     strategy: RewardModelStrategyConfig = HfStrategyConfig()
     """hf, or megatron with its parallel layout."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -281,9 +281,9 @@ class RunConfig(Section):
     critic: CriticRoleConfig | None = None
     """Value model, for `algorithm.advantage: gae`."""
     reward_models: dict[str, RewardModelConfig] = Field(default_factory=dict)
-    """Reward models by name, for rewards of type `model`."""
+    """Reward models by name."""
     judges: dict[str, JudgeServerConfig] = Field(default_factory=dict)
-    """Judge models by name, for rewards of type `judge`."""
+    """Judge models by name."""
     domains: Annotated[dict[str, DomainConfig], Field(min_length=1)]
     """Domains by name: prompts, sampling and reward."""
     rollout: RolloutConfig = RolloutConfig()
@@ -295,7 +295,7 @@ class RunConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     """Validation on held-out prompts."""
     batches: BatchFilesConfig = BatchFilesConfig()
-    """Saved tokens, log-probs and advantages of each step, to recompute its losses and weights later."""
+    """Files to recompute each step's losses and weights."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and the final model."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()

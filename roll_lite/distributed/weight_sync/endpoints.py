@@ -190,8 +190,8 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 class WeightSender:
     """Weight sender of a training rank. Gathering is collective: ranks that send nothing make the same calls.
 
-    An engine worker on a training rank's GPU gets all tensors from that rank, to which the rank that gathers a bucket broadcasts it.
-    Trainers and engines on shared GPUs then need no common NCCL group, whose kernels would wait for each other on a GPU.
+    An engine worker on a training rank's GPU gets all tensors from that rank. Trainers and engines then need no common NCCL group, whose
+    kernels would wait for each other on a shared GPU.
     """
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
@@ -209,7 +209,7 @@ class WeightSender:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
-        """{transport: bytes sent per update}; a broadcast counts once."""
+        """{transport: bytes sent per update}."""
 
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
@@ -333,7 +333,6 @@ class WeightReceiver:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def connect(self, membership: Mapping[str, Any], number: int) -> None:
-        """Leave the old transfer group, drop an unfinished update, and join a new group as member `number`."""
         self.leave()
         self._begun = False
         group = TransferGroup(Membership.of(membership), number)

@@ -103,7 +103,7 @@ class Membership:
     bucket_nbytes: int = 0
     """Size of a send buffer: fits every bucket with several tensors. A larger single tensor gets its own."""
     trainers: int = 0
-    """Number of training ranks, the first members."""
+    """Number of training ranks."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -17,7 +17,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_gym(settings: GymEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
-    """Build the function that plays an episode; ValueError if the environment cannot be made or its actions cannot be read from text."""
+    """Build the episode function; ValueError if the environment cannot be made or its actions cannot be read from text."""
     if settings.function is not None:
         make = partial(load_function(settings.function, f"{path}.function", "arguments -> environment", or_class=True), **settings.args)
         place = f"{path}.function: {settings.function!r}"

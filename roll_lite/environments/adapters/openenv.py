@@ -16,7 +16,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_openenv(settings: OpenEnvEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
-    """Build the function that plays an episode; ValueError if a function in the settings cannot be loaded."""
+    """Build the episode function; ValueError if a function in the settings cannot be loaded."""
     action, shown = settings.action, settings.observation
     write: Callable[[str], Any] = lambda text: {action: text}  # noqa: E731
     show: Callable[[Any], str] = partial(_field, shown)

@@ -13,7 +13,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_reasoning_gym(settings: ReasoningGymEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
-    """Build the function that plays an episode; ValueError if the dataset does not exist or refuses its settings."""
+    """Build the episode function; ValueError if the dataset does not exist or refuses its settings."""
     make = partial(reasoning_gym.create_dataset, settings.dataset, size=1, **settings.args)
     try:
         make(seed=0)

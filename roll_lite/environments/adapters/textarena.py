@@ -16,7 +16,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
-    """Build the function that plays an episode. ValueError if the game does not exist or cannot be played alone."""
+    """Build the episode function. ValueError if the game does not exist or cannot be played alone."""
     arguments = settings.args
     try:
         game = textarena.make(settings.id, **arguments)

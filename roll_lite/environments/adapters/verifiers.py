@@ -33,7 +33,7 @@ signal.signal = _set_in_main_thread  # type: ignore[assignment]
 
 
 def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
-    """Return the function that plays an episode, and the tool schemas; ValueError if the environment cannot be loaded."""
+    """Return the episode function and the tool schemas; ValueError if the environment cannot be loaded."""
     search_current_folder()
     place, arguments = f"{path}.id: {settings.id!r}", settings.args
     try:

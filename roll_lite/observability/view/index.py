@@ -11,7 +11,6 @@ import duckdb
 
 INDEX_FILE = "view.duckdb"
 OFFLINE = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
-"""Settings that keep DuckDB from downloading extensions."""
 BATCH_BYTES = 64 << 20
 """Bytes of sample files that are indexed in one transaction."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")

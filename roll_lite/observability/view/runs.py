@@ -137,7 +137,6 @@ class Run:
         return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
 
     def timeline(self, step: int) -> dict[str, Any]:
-        """Return a step's `phases`, `spans` (times of samples) and lanes, and the run's `processes`."""
         return {"phases": self.phases(step), **self.lanes(step), "spans": self.index.spans(step), "processes": self.processes()}
 
     def processes(self) -> list[dict[str, Any]]:

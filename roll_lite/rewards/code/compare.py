@@ -20,9 +20,8 @@ def same_output(expected: str, printed: str, compare: Compare, tolerance: float)
     """Return True if the output is as expected.
 
     exact: equal in every character. lines: equal by line, without white space at line ends and empty lines at the end. numeric: equal word
-    by word; two integers must be equal; `tolerance` limits the relative or the absolute error, but only the absolute one if the expected
-    number is an integer. auto: as lines, but lines whose expected text has a decimal point are compared as numeric, with an absolute error
-    of at most a hundredth of the expected number.
+    by word, numbers within `tolerance` (see CodeReward); two integers must be equal. auto: as lines, but lines whose expected text has a
+    decimal point are compared as numeric, with an absolute error of at most a hundredth of the expected number.
     """
     if compare == "exact":
         return expected == printed

@@ -206,12 +206,8 @@ colon, and Thai and Lao, which have no full stop."""
 def read_verdict(
     text: str, pattern: str | None = None, choices: Mapping[str, float] | None = None, scale: tuple[float, float] | None = None
 ) -> tuple[float, str] | None:
-    """Return (value, text) of the judge's own verdict, not a quoted one. None without a verdict, or if the search takes too long.
-
-    With `pattern`, the verdict is the first group of its last match, or the whole match; otherwise the last line ("Verdict: yes") or a
-    final JSON object. `choices`: values of verdicts. Without it, the verdict is a number, which `scale` maps to 0..1; without all three,
-    yes (1) or no (0).
-    """
+    """Return (value, text) of the judge's own verdict, not a quoted one; arguments as in `JudgeReward`. None without a verdict, or if the
+    search takes too long."""
     choices = {"yes": 1.0, "no": 0.0} if (choices, pattern, scale) == (None, None, None) else choices
     known = None if choices is None else {choice.strip().casefold(): value for choice, value in choices.items()}
     try:

@@ -243,7 +243,6 @@ class EngineStrategy(InferenceStrategy):
             update.arrived.update(tensor.name for tensor in tensors)
 
     async def _broke_off(self) -> None:
-        """End a failed update: the engine keeps its old weights or, if some are overwritten, stays frozen."""
         try:
             touched = any(await self._call_workers("roll_lite_weights_touched"))
         except Exception as unknown:  # an engine in an unknown state must not continue
@@ -289,7 +288,6 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Suspend the stuck check during a call in which the engine takes no steps."""
         with self._steps.suspended():
             return await self._answer(call)
 
@@ -322,7 +320,6 @@ class EngineStrategy(InferenceStrategy):
 
     @asynccontextmanager
     async def _turn(self, event: EngineEvent) -> AsyncIterator[None]:
-        """Hold the lock during a call; raise if the engine's state forbids `event`."""
         self._require(event)
         async with self._order:
             self._require(event)

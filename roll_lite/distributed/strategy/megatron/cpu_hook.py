@@ -24,7 +24,6 @@ import torch
 from roll_lite.distributed.strategy.megatron import cpu_device
 
 SUPPORTED = ((0, 16, 1), (0, 17, 0))
-"""(first supported version, first unsupported one)."""
 
 _STAND_IN = "_roll_lite_cpu_device"
 """Global variable through which rewritten modules reach cpu_device. The loader sets it: an import would shift line numbers."""

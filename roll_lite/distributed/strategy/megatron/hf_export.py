@@ -83,11 +83,8 @@ def _nbytes(tensor: _Described) -> int:
 
 
 def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_owners: int = 1) -> list[list[_Described]]:
-    """Order the buckets for sending: one of each owner in turn, so that an owner gathers while engines load the previous one.
-
-    With several `expert_owners`, an engine holds a layer's experts until all owners have sent theirs. One bucket of each owner together
-    therefore has at most `bucket_bytes` (or one layer's experts, if larger), and a bucket with experts ends with a layer.
-    """
+    """Order the buckets for sending: one of each owner in turn, so that an owner gathers while engines load the previous one. With several
+    `expert_owners`, buckets are smaller (see `bucket_limit`), and those of experts end with a layer."""
     of_experts = [tensors for tensors in owned if tensors and _layer(tensors[0])]
     share = max((sum(_nbytes(one) for one in tensors if _layer(one) == _layer(tensors[0])) for tensors in of_experts), default=0)
     limit = whole_layers = bucket_bytes
@@ -99,7 +96,6 @@ def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_o
 
 
 def _layer(expert: _Described) -> str:
-    """Return the name prefix of a layer's experts; "" for other tensors."""
     prefix, experts, _ = expert[0].partition(".experts.")
     return prefix if experts else ""
 
@@ -156,8 +152,8 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v). `joined`: over ranks that share a
-        key/value head."""
+        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v). `joined`: the parameter, joined over
+        ranks that share a key/value head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 

@@ -205,7 +205,6 @@ class MegatronStrategy(TrainStrategy):
         return outputs_of(result, weight, given, outputs, self._hf.vocab_size, self._tensor_group)
 
     def _wait_for_average(self) -> None:
-        """Wait for a running update of the average: it may read weights about to change or be offloaded."""
         if self._average is not None:
             self._average.wait()
 

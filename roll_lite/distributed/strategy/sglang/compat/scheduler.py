@@ -60,7 +60,6 @@ def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
 
 class RolloutScheduler(Scheduler):
     roll_lite_adapters: IncomingAdapters | None = None
-    """Set if weight updates send adapters."""
 
     @cached_property
     def _receiver(self) -> WeightReceiver:

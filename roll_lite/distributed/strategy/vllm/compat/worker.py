@@ -53,7 +53,6 @@ class WorkerExtension:
     model_runner: Any
     roll_lite_dropped: list[tuple[torch.UntypedStorage, int]]
     roll_lite_adapters: IncomingAdapters | None = None
-    """Set if weight updates send adapters."""
 
     @cached_property
     def roll_lite_receiver(self) -> WeightReceiver:
