@@ -1,6 +1,6 @@
 """Choose the roles' device numbers from `placement` and their `devices`.
 
-Under a preset, roles of one group share devices; groups have none in common, and none that a role lists by number.
+Under a preset, roles of one group share devices, which no other group uses and no role lists by number.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class Segment:
     author: Author
     length: int
     versions: tuple[VersionSpan, ...] = ()
-    """Weight versions of the segment (consecutive tokens by one author). Index 0 is its first token."""
+    """Weight versions of the segment (consecutive tokens by one author); `start` 0: its first token."""
     engines: tuple[int, ...] = ()
     turn: int | None = None
     """Index among the sample's responses; None if the segment is not a response."""

@@ -86,8 +86,8 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Return (Ray actor class, options of liveness calls). None: no such calls. Options select threads that answer while a method runs;
-    actors with coroutines need none."""
+    """Return (Ray actor class, options of liveness calls; None: no calls). Options choose the threads that answer while a method
+    runs; {} for actors with coroutines."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")

@@ -66,7 +66,7 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """Runs `serve(member)` after each start of a member; its end counts as a loss. `lost(member, cause)` is called at each loss; an
+    """Runs `serve(member)` after each start of a member; the call's end is a loss. `lost(member, cause)` is called at each loss; an
     exception in it ends the fleet. `down(error)` is called once: when no member is left, or at such an exception."""
 
     def __init__(

@@ -115,8 +115,8 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 
 
 def raise_all_dead(group: RankGroup) -> NoReturn:
-    """Raise the failure of a cluster without living ranks; if the process that manages them dies within BLAME_SECONDS, its failure, which
-    names the cause."""
+    """Raise the failure of a cluster without living ranks. If another cluster's rank dies within BLAME_SECONDS, raise its failure,
+    the likely cause."""
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])

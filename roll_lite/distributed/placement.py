@@ -277,7 +277,7 @@ def _gpu_order(gpu: str) -> tuple[int, str]:
 
 
 def _gpu_numbers(group: PlacementGroup, bundles: Iterable[int]) -> list[str]:
-    """Return the GPU of each bundle, which Ray names only to a task inside it."""
+    """Return each bundle's GPU. Ray names it only to tasks in the bundle."""
     probe = ray.remote(_own_gpu)
     refs = [
         probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()

@@ -31,7 +31,7 @@ class Pulse:
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Start a heartbeat call if due, or look for the open one's answer. Return the seconds that it waits, else 0."""
+        """Start a heartbeat call if due, or look for an answer. Return the seconds for which it is missing, else 0."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()

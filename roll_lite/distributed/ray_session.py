@@ -112,7 +112,7 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
 
 
 def _may_want_token(address: str) -> bool:
-    """True if the cluster refuses callers without a token, or does not answer. Where none is wanted, a driver with a token would lose its
+    """True if the cluster refuses callers without a token, or does not answer. If it wants no token, a driver with one would lose its
     actors."""
     if find_spec("grpc") is None or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True

@@ -26,7 +26,7 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "role/phase", "transport"] | None = None
     denominators: tuple[str, ...] = ()
-    """Metrics with the number of items, for a mean whose sum a loss function reports; the first reported one counts. Empty: each optimizer
+    """Metrics that count a mean's items, if a loss function reports the sum; the first of them in its report counts. Empty: each optimizer
     step is an item."""
     shown: bool = True
     """False for metrics that are only inputs of derived metrics."""

@@ -35,7 +35,7 @@ class MetricSums:
         """Add a value; for a mean, the sum over `count` items.
 
         `label`: the value's domain, phase or role (see `Metric.by`), or ALL_DOMAINS. `part`: reward term or subset of the domain's samples,
-        a separate metric: the domain's own value needs another call.
+        recorded apart: the domain's own value needs another call.
         """
         metric = metric_of(name)
         if label == ALL_DOMAINS and metric.by == "domain":

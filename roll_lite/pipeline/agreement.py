@@ -47,8 +47,8 @@ LEAST_STALE_TOKENS = 200
 """LEAST_TOKENS for samples of older weights, in any precision."""
 LASTING_STEPS, SUDDEN = 3, 2.0
 """Samples of older weights also differ by what the policy has learned since (in a collapsed policy up to seven times the limit, two steps
-in a row). So an engine must exceed it in LASTING_STEPS steps in a row (more for older weights: one large update shows in several), or reach
-SUDDEN nats once."""
+in a row). So only LASTING_STEPS steps in a row beyond the limit (more for older weights: one large update shows in several), or SUDDEN
+nats once, end a run."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
 """Earlier steps in the median (FACTOR): at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), of the latest MOST_STEPS."""
 Age = tuple[int, int]
@@ -106,7 +106,7 @@ class Agreement:
         self._past: dict[str, list[float]] = {}
         """{Age as text, such as "0 0" (JSON has no tuples as keys): mean log-prob difference in each earlier step}."""
         self._exceeded: dict[tuple[Age, int], int] = {}
-        """{(age, engine): latest consecutive comparisons in which the engine exceeded a limit}."""
+        """{(age, engine): number of comparisons in a row in which the engine exceeded a limit}."""
 
     def accept(self, version: int) -> None:
         self._accepted = version

@@ -142,8 +142,8 @@ class Checkpoints:
         return whole
 
     def _renew(self, checkpoint: Path, files: Mapping[str, bytes]) -> None:
-        """Replace state and samples in flight of a finished checkpoint by newer ones of the same step. Their files have other names, which
-        files.json, replaced atomically, lists."""
+        """Replace state and samples in flight of a finished checkpoint by newer ones of the same step. New files have other names;
+        files.json lists them and changes atomically."""
         folder = self._on_nodes(checkpoint)
         wanted = read_list(folder)
         number = 2 if "state-1.json" in wanted else 1
@@ -347,7 +347,7 @@ class Checkpoints:
                 model.ranks.all(ModelWorker.load_checkpoint, self._on_nodes(folder) / role)
 
     def _on_nodes(self, checkpoint: Path) -> Path:
-        """Return the folder from which ranks load a checkpoint: of one in a remote store, the local copy."""
+        """Return the folder from which ranks load a checkpoint: a local copy if it is in a remote store."""
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Return `folder` if it is a checkpoint. Of a run, return its newest finished checkpoint or, without one, the one it resumed from.
+    """Return `folder` if it is a checkpoint; if it is a run, the newest finished checkpoint or, if none, the one the run resumed from.
     ValueError without any."""
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):

@@ -155,7 +155,7 @@ class Journal:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
     def _rank_spans(self) -> Iterator[Span]:
-        """Yield the ranks' spans of this step. Parent: the driver's open span of the same phase when the rank's began, else the step."""
+        """Yield the ranks' spans of this step. Parent: the driver's span of the same phase that contains the start, else the step."""
         step, *own = self.timers.last.spans
         for role, ranks in self._work.items():
             for rank, phases in enumerate(ranks):

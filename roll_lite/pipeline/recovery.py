@@ -183,7 +183,7 @@ class Recovery:
             initialize(models)
 
     def _restart_service(self, pipeline: Recoverable) -> None:
-        """Restart the rollout service in `source_state`. If the run went back, remove later records."""
+        """Restart the rollout service from `source_state`; if steps repeat, remove old records."""
         self._batches.clear()
         with self._journal.timers.phase("start"), WATCH.expecting_answers(None):
             self._source.restart(self.source_state)

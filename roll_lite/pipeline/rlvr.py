@@ -80,7 +80,7 @@ class RLVRPipeline:
         self.kl_coefs: dict[str, float] = {}
         """KL coefficients of this step, `kl_in_reward` and `kl_in_loss`. The measured KL changes the next step's."""
         self.compare_later: Callable[[], None] | None = None
-        """Comparison of engines and trainer due at the end of the step: a pause must not interrupt an update."""
+        """Comparison of engines and trainer, run at the step's end: its pause must not interrupt an update."""
         self.steps_done = 0
         self.version = 0
         """Weight version of the actor: number of steps that changed its weights."""

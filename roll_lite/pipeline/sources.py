@@ -41,7 +41,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def restart(self, state: dict[str, Any]) -> None:
-        """Restart the rollout service in an earlier `state`. Prompts that it started later start again."""
+        """Restart the rollout service from an earlier `state`: prompts started since then start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         """Load the engine memory that a phase needs; offload it after the block. SYNC_WEIGHTS also loads the actor's weights if an engine

@@ -29,7 +29,7 @@ CLOSING_S = 60
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """Yield problems with paths. None may leave the current folder; those of KEPT may not lie in it, since Ray deletes the job's copy.
+    """Yield problems with paths that leave the current folder, and relative ones of KEPT, since Ray deletes the job's copy.
     `written`: settings with relative paths kept. `folder`: of the configuration."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"

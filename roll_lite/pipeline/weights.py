@@ -70,7 +70,7 @@ class WeightSync:
         self._plan: TransferPlan | None = None
         self._verified: Counter[int] = Counter()
         self._version: int | None = None
-        """Version last sent; None before the first `push` and after the loss of a training rank: the next sends all weights."""
+        """Version last sent; None before the first `push` and after the loss of a training rank: the next `push` sends all."""
         self._transfer: list[Pending[Any]] = []
         """Calls of both sides in the latest transfer; another role's loss may have left them in flight."""
 

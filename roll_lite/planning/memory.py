@@ -142,8 +142,8 @@ def _serving_memory(strategy: EngineStrategyConfig, model: Architecture, size: i
 
 
 def send_buffer_bytes(config: RunConfig, model: Architecture) -> int:
-    """Estimate the send buffers that a trainer rank keeps between weight updates, in bytes at most: for buckets in flight, an experts'
-    layer that engines have only in part, and one tensor larger than a bucket."""
+    """Estimate the most bytes of the send buffers that a trainer rank keeps: for buckets in flight, buckets that engines still hold (one,
+    or one per owner of experts), and one tensor larger than a bucket."""
     if not (generates(config) and trains(config)) or adapters_of_engines(config) is not None:
         return 0
     sizes = {name: prod(shape) * number_bytes(config) for name, shape in weight_shapes(model.hf).items()}

@@ -350,7 +350,7 @@ def _is_programs(known: dict[str, Any]) -> bool:
 
 
 def _has_own_comparison(value: Any, depth: int = 0) -> bool:
-    """True if comparing the value or its items would call an operator of the program, which this guards."""
+    """True if comparing the value or its items would call the program's operators; guards their classes."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return True in [_has_own_comparison(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ()))]
     own = [kind for kind in MRO(type(value)) if _is_own(kind)]

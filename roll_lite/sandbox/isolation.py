@@ -1,5 +1,5 @@
-"""Isolate untrusted programs: by namespaces if the platform allows them, otherwise by landlock and seccomp. The preloaded interpreter
-(zygote.py) is isolated once, each program that it forks further."""
+"""Isolate untrusted programs: by namespaces if the platform allows, else by landlock and seccomp. The preloaded interpreter
+(zygote.py) is isolated; each program that it forks is isolated further."""
 
 from __future__ import annotations
 

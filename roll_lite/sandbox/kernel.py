@@ -60,8 +60,8 @@ def memory_file(content: bytes = b"") -> int:
 
 
 KILL, PAUSE, RESUME = b" ", b"\t", b"\n"
-"""One-byte orders to kill, pause or resume the running program. White space, because the reader of requests skips it if it comes after the
-program's end."""
+"""One-byte orders to kill, pause or resume the running program. White space, which the reader of requests skips if orders come after
+the program's end."""
 OUT_OF_TIME = int(signal.SIGPROF)
 
 

@@ -113,7 +113,7 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._taken: dict[int, _Live] = {}
         self._delivered: dict[int, _Live] = {}
-        """Groups of the last batch, kept until the next is requested: its step may still be undone."""
+        """Groups of the last batch, whose step may be undone until the next batch is requested."""
         self._put_back: deque[_PromptToStart] = deque()
         self._taken_up: dict[int, int] = {}
         """{group number in the resumed checkpoint: number of the group that continues it}."""
@@ -122,10 +122,10 @@ class DomainScheduler:
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
         """Loss cause of each recent group, None if not lost; stale groups are not recorded."""
         self._given_up = 0
-        """Filtered groups without replacement: the batch's tries were used up (`when_short: continue`)."""
+        """Filtered groups not replaced, since the batch's tries were used up (`when_short: continue`)."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Running group that the current batch waits for: the next one would find it too old."""
+        """Running group that the current batch waits for: it is too old for the next batch."""
 
     @property
     def running(self) -> int:
@@ -158,7 +158,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ admission
 
     def admit(self, batches_requested: int, replaces: bool = False) -> bool:
-        """Start the next prompt; False if none is left. `replaces`: as an owed replacement."""
+        """Start the next prompt; False if none is left. `replaces`: it is one of `owed`."""
         if replaces:
             self.owed -= 1
         else:

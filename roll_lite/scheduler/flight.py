@@ -29,7 +29,7 @@ ABORT_PATIENCE_S = 10.0
 
 
 DEADLY = 3
-"""Engines that may die while running a request before it is given up: it may have killed them."""
+"""Engine deaths after which the request that was running is given up, as it may be the cause."""
 
 
 class RequestFailed(Exception):
@@ -229,7 +229,7 @@ class Flight(Asked):
     def _check_timeout(self) -> None:
         """Abort the request if its timeout is up; else check again later.
 
-        Until the engine starts the request, only time in which it generates nothing counts; then the request's generation time, on this
+        Before the request starts, only time in which its engine generates nothing counts; then the request's generation time, on this
         engine and earlier ones.
         """
         now = self._clock.time()

@@ -399,7 +399,7 @@ class WaveGate:
 
     @asynccontextmanager
     async def wave(self, request_id: str) -> AsyncIterator[Wave]:
-        """Wait until the request's wave starts; leave the wave on exit."""
+        """Wait for the barrier; leave the wave of requests on exit."""
         loop = asyncio.get_running_loop()
         place = self._waiting[request_id] = loop.create_future()
         loop.call_soon(self._open_if_complete)  # deferred: otherwise the last sample would leave before all others

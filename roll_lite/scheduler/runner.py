@@ -139,8 +139,8 @@ class Conversation:
     def _saved_turn(
         self, after: int | None, place: int | None, given: bytes, limits: tuple[int | None, tuple[str, ...]]
     ) -> SavedTurn | None:
-        """Take the saved response to the same request. If it extended a row, that row must still be free: its tokens include the row's
-        earlier ones as trained."""
+        """Take the saved response to the same request. If it extended a row, that row must be free: the saved tokens include the row's,
+        unmasked."""
         for saved in self._saved.values():
             is_same = (saved.after, saved.given_ids) == (place, given) and saved.limits in (None, limits)
             if is_same and (saved.branches or after is None or self._free_row(after)):

@@ -194,8 +194,8 @@ class RolloutService:
     # ------------------------------------------------------------ weights
 
     async def hold(self) -> None:
-        """Prepare for a weight update, which `set_version` ends. PAUSE only stops the timeout clock: the first bucket of weights pauses
-        engines."""
+        """Prepare for a weight update, which `set_version` ends. PAUSE only stops the timeout clock: engines pause at the first weight
+        bucket."""
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
@@ -249,7 +249,7 @@ class RolloutService:
             scheduler.cancel()
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return the state after `batches` batches: all handed out (default), or all but the last. Later groups count as undelivered."""
+        """Return the state after `batches` batches: all handed out (default), or one fewer. Groups after them count as undelivered."""
         batches = self._admission.handed_out if batches is None else batches
         undo = batches < self._admission.handed_out
         counts = self._before if batches < self._admission.batches_requested else self._counts()

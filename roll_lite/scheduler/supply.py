@@ -98,7 +98,7 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""Divisor: log-prob passes during generation start when 1/LEAST_SHARE of a batch's groups have finished since the last."""
+"""Divisor: a log-prob pass during generation starts when 1/LEAST_SHARE of a batch's groups are new since the last pass."""
 
 
 def least_early(prompts_per_step: int) -> int:

@@ -23,8 +23,8 @@ from roll_lite.scheduler.engines import Asked
 class SavedTurn:
     """Response in an unfinished episode; partial if its finish reason is ABORT.
 
-    `number`: unique in the sample. `given`: number of new tokens that it answers; `given_ids`: their ids (int32). `after`: number of the
-    response that they follow; None: they are a prompt.
+    `number`: unique in the sample. `given`: number of tokens added before the response; `given_ids`: their ids (int32). `after`: `number`
+    of the response before them; None: a prompt.
     """
 
     number: int
@@ -35,7 +35,7 @@ class SavedTurn:
     """True if the response starts a new training row, because another already follows `after`."""
     given_ids: bytes = b""
     limits: tuple[int | None, tuple[str, ...]] | None = None
-    """The request's own maximum of tokens and stop strings; None: any."""
+    """(maximum tokens, stop strings) of the request; None: fits any."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Pieces(NamedTuple):
-    """Tokens of a response in progress: its request's (context, prompt), then its `parts`. After an interruption, the context includes the
+    """Tokens of a response in progress: context and prompt of `request`, then `parts`. After an interruption, the context includes the
     earlier part of the response."""
 
     request: GenerationRequest

@@ -79,7 +79,7 @@ class ActorWorker(ModelWorker):
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Compute advantages and the critic's targets. All head ranks must call it."""
+        """Compute advantages and critic targets. Collective over RankLayout heads."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)

@@ -22,7 +22,7 @@ PART_PREFIX = TokenRecord.given((0,))
 
 
 TURN_LINGER_S = 0.005
-"""Maximum seconds that `collect` waits for more completions while environments wait: every turn waits as long."""
+"""Maximum seconds that `collect` waits for more completions while environments wait: this delays each turn."""
 
 
 class _Ready(NamedTuple):

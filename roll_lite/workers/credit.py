@@ -65,7 +65,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Compute advantages and the critic's targets from `credit_columns`. All head ranks must take part."""
+    """Compute advantages and the critic's targets from `credit_columns`. Collective over `gather`."""
 
     def whitening(moments: torch.Tensor) -> tuple[float, float]:
         """Return (mean, 1 / standard deviation) over all ranks' training tokens, without rows with non-finite moments. `moments`: of this

@@ -65,7 +65,7 @@ class EnvironmentWorker:
 class _Lost(NamedTuple):
     cause: str
     alone: bool
-    """True if no other episode's environment was working in the lost process: this one may have killed it."""
+    """True if only this episode's environment was working in the lost process, and may have killed it."""
 
 
 @dataclass(eq=False)

@@ -83,7 +83,7 @@ class Update:
     mismatch: SampleSums = field(default_factory=dict)
     """Log-prob differences between engine and trainer; in the first update, if not measured before training."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """{sample number: loss} of this rank's rows, to find faulty ones; in the first of consecutive non-finite updates."""
+    """{sample number: loss} of this rank's rows, to find faulty rows; in the first of a series of skipped updates."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
@@ -256,7 +256,7 @@ class ModelWorker(Worker):
         work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
-        """Recompute each row's loss, by sample, after a skipped non-finite update; empty except on head ranks."""
+        """Recompute each row's loss, by sample, after a skipped update; empty where `forward` returns None."""
         plan = self.strategy.plan(rows.lengths, self._forward_budget(loss_fn.outputs))
         found = self.strategy.forward(rows, loss_fn.outputs, plan)
         if found is None:

@@ -32,7 +32,7 @@ RewardJob = ScoringJob[RewardInput, Score]
 
 
 class RewardWorker:
-    """Synchronous actor: reward functions run in its main thread. A single `async def` method would move them to another."""
+    """Sync actor: reward functions run in its main thread. A single `async def` method would move them to another thread."""
 
     _scorer: BatchScorer
 

@@ -74,7 +74,7 @@ class Ranks:
         """None: unknown, since a lost rollout service may have left the model loaded."""
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first `start`, before which the driver has loaded the model; later calls, after a loss, load it."""
+        """True until the first `start`, which finds the model loaded by the driver; later ones, after a loss, load it."""
         self._is_gone = False
         self._was_killed = False
 
@@ -111,7 +111,7 @@ class Ranks:
         return list(await asyncio.gather(*(actor.place.remote() for actor in self._actors)))
 
     def kill(self) -> None:
-        """Kill the ranks; Ray restarts them. Connected ranks die together: they cannot accept a single new one."""
+        """Kill the ranks; Ray restarts them. Connected ranks die together: no process group takes a new rank."""
         self._was_killed = self._are_connected or not self._is_gone
         self._is_gone = False
         if self._was_killed:

@@ -21,7 +21,7 @@ microseconds each."""
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
 EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
-"""Optional columns with several ids per token, padded with -1. KEPT_IDS: token ids that survived truncation; all -1 without it. EXPERTS:
+"""Optional columns with several ids per token, padded with -1. KEPT_IDS: token ids that truncation kept; without it all -1. EXPERTS:
 MoE experts; all -1 if unknown."""
 
 

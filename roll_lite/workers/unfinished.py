@@ -116,8 +116,8 @@ def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto
 
 
 def _with_turns(sample: SavedSample, records: list[TokenRecord], columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedSample:
-    """Store the tokens of an unfinished episode's turns; return the sample with references to them. A turn's row holds its conversation's
-    earlier tokens, then its own. `records`: each turn's own (input, response)."""
+    """Store the tokens of an unfinished episode's turns; return the sample with references to them. A turn's row: earlier tokens of the
+    conversation, then the turn's. `records`: the turns' own input and response."""
     whole: dict[int, TokenRecord] = {}
     for saved, own in zip(sample.turns, records, strict=True):
         before = [] if saved.after is None else [whole[saved.after].masked() if saved.branches else whole[saved.after]]

@@ -75,8 +75,8 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples that mean and standard deviation cover. batch: those of the step that train. group: all of the prompt. running: those so far
-    that train."""
+    """Samples in mean and standard deviation. batch: those of the step, if they train. group: all of the prompt. running: all so far, if
+    they train."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True

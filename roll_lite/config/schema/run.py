@@ -237,7 +237,7 @@ class ChaosConfig(Section):
     most: PositiveInt | None = None
     """Maximum faults."""
     seed: int = 0
-    """Seed for time and kind of every fault, and for its choice among the processes that run then."""
+    """Seed for time, kind and victim of every fault (one of the processes that run then)."""
 
 
 LONGEST_NAME = 200

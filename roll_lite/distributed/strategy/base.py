@@ -38,7 +38,7 @@ from roll_lite.files import FileRecord, flush, record
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Parallel coordinates of a rank. Head ranks, one per data parallel rank, return results: tensor and context rank 0 of the last
+    """Parallel coordinates of a rank. Each data-parallel replica's head rank returns results: tensor and context rank 0 of the last
     pipeline stage."""
 
     rank: int

@@ -65,8 +65,8 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key for `interrupt`'s new epoch; a group's member 0 writes its own to _EPOCH. The larger counts. With one writer, a key never
-decreases."""
+"""Store key of `interrupt`'s new epoch; member 0 of a group writes the group's to _EPOCH. The larger counts. Each key has one writer,
+and grows."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
@@ -237,7 +237,7 @@ class TransferGroup:
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
-        """Announce a bucket and wait for the other side; TransferError if that is at a different one."""
+        """Announce a bucket and wait for the other side; TransferError if it is at another bucket."""
         step = self.step(route)
         self.announce(route, step, "here", said)
         heard = self.await_announcements(route, step, "here")

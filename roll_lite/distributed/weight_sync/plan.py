@@ -101,7 +101,7 @@ class Membership:
     members: tuple[str, ...]
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Size of a send buffer: fits every bucket with several tensors. A larger single tensor gets its own."""
+    """Size of send buffers: fits any bucket of several tensors. Larger single tensors get larger buffers."""
     trainers: int = 0
     """Number of training ranks."""
 

@@ -70,7 +70,7 @@ def check_tensors(tensors: Sequence[ExportedTensor], shapes: Shapes) -> None:
 _CHUNK = 1 << 22
 _ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
-"""Step of `verify: sampled`: an update compares every 16th tensor's checksum, in turn, and at least one."""
+"""Step of `verify: sampled`: an update compares every 16th tensor (at least one), the next one others."""
 
 
 def sample(names: Collection[str], version: int) -> list[str]:

@@ -90,7 +90,7 @@ class Responses(ApiRequest):
     _new: list[Message] = PrivateAttr()
 
     def model_post_init(self, kept: dict[str, list[Message]]) -> None:
-        """Keep the episode's conversations by response id, and their messages by digest. The server passes them as validation context."""
+        """Store `kept`, the server's validation context: the episode's conversations by response id, and their messages by digest."""
         self._kept = kept
 
     def conversation(self) -> list[Message]:

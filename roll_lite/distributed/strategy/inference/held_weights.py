@@ -1,6 +1,6 @@
 """Read an engine's weights back as Hugging Face tensors, to compare them with the trainer's.
 
-vLLM packs matrices on CPUs. They are multiplied with the identity: exact except for the sign of zero and, on some CPUs, subnormal numbers.
+vLLM packs matrices on CPUs. A product with the identity unpacks them, exactly but for zero's sign and, on some CPUs, subnormal numbers.
 """
 
 from __future__ import annotations

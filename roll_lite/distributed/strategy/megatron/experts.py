@@ -43,8 +43,8 @@ def experts_config(hf: HfConfig) -> dict[str, Any]:
 class Balance:
     """Expert use and load-balancing loss of an optimizer step.
 
-    Loss per layer and row, as in Switch Transformer: number of experts * sum over experts of (share of choices * mean probability); 1 if
-    use is even. Rows are whole: micro-batches and ranks do not change it.
+    Loss per layer and row, as in Switch Transformer: number of experts * sum over experts of (share of choices * mean probability); 1 for
+    even use. Rows stay whole, so micro-batches and ranks change no loss.
     """
 
     def __init__(self, coef: float) -> None:

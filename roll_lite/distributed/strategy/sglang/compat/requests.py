@@ -48,8 +48,8 @@ def generate_input(request: GenerationRequest, rid: str, max_model_len: int, voc
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
     """Convert sampling parameters.
 
-    SGLang takes top_k 1 as greedy decoding and reports log-probs without truncation: top_k 1, whose log-prob is 0, is requested as min_p 1.
-    To report the tokens kept by truncation, it needs a top_k: by default the vocabulary size.
+    SGLang takes top_k 1 as greedy decoding, and then reports log-probs without truncation: min_p 1 is requested instead (log-prob 0).
+    To report the tokens kept by truncation, SGLang needs a top_k: by default the vocabulary size.
     """
     sampling = request.sampling
     if sampling.temperature == 0:

@@ -166,8 +166,8 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    """Raise ValueError if the KV cache is too small for the longest request, which SGLang would cut. It keeps one page and one token
-    free."""
+    """Raise ValueError if the KV cache is too small for the longest request: SGLang, which keeps a page and a token free, would cut
+    it."""
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
         return

@@ -70,7 +70,7 @@ def _words(key: str, value: Any) -> list[str]:
 
 
 def _stand_in_for_sagemaker() -> None:
-    """Replace SageMaker's package, which vLLM's CPU build imports for two routes, by a dummy."""
+    """Add a dummy for a missing SageMaker, which vLLM's CPU build imports for two routes."""
     if find_spec(SAGEMAKER) is not None:
         return
 

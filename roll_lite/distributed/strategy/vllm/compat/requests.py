@@ -138,8 +138,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def restore_stop_overlap(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in tokens generated before a resume. They are at the prompt's end; the detokenizer starts with
-    the last of them."""
+    """Make vLLM find stop strings that begin in tokens generated before a resume: its detokenizer starts STOP_OVERLAP tokens before the
+    prompt's end."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:

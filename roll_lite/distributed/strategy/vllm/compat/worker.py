@@ -189,7 +189,7 @@ def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
 
 
 _DIGIT = 128
-"""Base in which `_unpacked` writes row and column numbers; every dtype represents its digits exactly."""
+"""Base of the row and column numbers that `_unpacked` packs digit by digit: any dtype holds a digit."""
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
