@@ -153,7 +153,7 @@ def test_a_rank_that_hangs_is_found_though_all_answer(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("early", [[], ["rollout.stream_log_probs=true"]], ids=["", "with early passes"])
+@pytest.mark.parametrize("early", [[], ["rollout.stream_log_probs=true", "actor_infer.devices=[1]"]], ids=["", "with early passes"])
 def test_an_asynchronous_run_loses_no_prompt(tmp_path: Path, early: list[str]) -> None:
     settings = ["rollout.prompts_per_step=8", "checkpoint.every=5", "limits.silence=10", "rollout.restarts=10", "actor_train.restarts=10"]
     victims = [(3, "RolloutWorker", "kill"), (8, "ActorWorker", "kill"), (13, "RolloutWorker", "suspend"), (18, "ActorWorker", "kill")]
