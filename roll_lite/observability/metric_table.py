@@ -299,6 +299,9 @@ METRICS: dict[str, Metric] = {
         MIN, "s", "Time of the fastest training rank in a phase; the others may wait for the slowest.", by="role/phase"
     ),
     "memory/allocated_megabytes": Metric(MAX, "MB", "Peak of the GPU memory allocated by torch, on the fullest rank.", by="role/phase"),
+    "memory/device_megabytes": Metric(
+        MAX, "MB", "Memory in use at the end of the phase, by all processes, on the fullest GPU.", by="role/phase"
+    ),
     "memory/reserved_megabytes": Metric(
         MAX, "MB", "Peak of the GPU memory that torch has reserved, allocated or cached, on the fullest rank.", by="role/phase"
     ),

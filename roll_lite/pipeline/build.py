@@ -96,6 +96,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     rollouts = start.rollouts() if generates(config) else None  # first, because all wait for the test of its rewards
     models = start.models()
     live = None if rollouts is None else start.live(models, rollouts, journal)
+    if live is not None and start.has_gpus:
+        models = replace(models, engines=live.engines)
     source = live or ReplayedRollouts(start.replay())
     initialize_all(models.all, live, [name for name, model in config.reward_models.items() if model.offload])
     for line in [*start.notes(), *(live.notes() if live is not None else [])]:
@@ -200,9 +202,13 @@ class Starter:
         limit, check = self.config.limits.other or None, self.later_nodes.check
         return ClusterSpec(name, slots, threads, environment, self.session.log_folder, limit, check_places=check)
 
+    @property
+    def has_gpus(self) -> bool:
+        return any(device.gpu is not None for device in self.placement.devices.values())
+
     def notes(self) -> list[str]:
         environment = gpu_environment(self.config, "actor_train", accelerators=self.accelerators)
-        if not environment or all(device.gpu is None for device in self.placement.devices.values()):
+        if not environment or not self.has_gpus:
             return []
         told = ", ".join(f"{name}={value}" for name, value in environment.items())
         return [f"environment of trainers and engines on GPUs: {told}; to change it, set these for the driver (roll-lite docs gpu)"]

@@ -146,6 +146,8 @@ class Models:
     """None in a run that does not train."""
     reference: Model[ReferenceWorker] | None = None
     critic: Model[CriticWorker] | None = None
+    engines: Engines | None = None
+    """Engines on GPUs, whose memory is measured."""
 
     @property
     def actor(self) -> Model[ActorWorker]:
@@ -157,7 +159,10 @@ class Models:
         return [model for model in (self.reference, self.policy, self.critic) if model is not None]
 
     def take_work(self) -> dict[str, list[RankWork]]:
-        return {model.ranks.name: model.ranks.all(ModelWorker.take_work) for model in self.all}
+        work = {model.ranks.name: model.ranks.all(ModelWorker.take_work) for model in self.all}
+        if self.engines is not None and len(self.engines.replicas.lost) < self.engines.replicas.world_size:
+            work[self.engines.replicas.name] = list(self.engines.replicas.each(InferWorker.take_work).values())
+        return work
 
     @property
     def trained(self) -> dict[str, Model[ActorWorker] | Model[CriticWorker]]:

@@ -274,6 +274,9 @@ class Journal:
                 add("reward/term", total, domain.accepted, label=name, part=term)
             self._tokens["prompt"] += domain.prompt_tokens
             self._tokens["response"] += domain.response_tokens
+        for role, memory in stats.memory.items():
+            for phase, peaks in memory.items():
+                self._memory(role, phase, peaks)
         _add_episodes(self._sums, stats, "episode")
         self._tell_failures(stats)
         for domain_name, own in rows.group_by("domain").items():
@@ -413,16 +416,20 @@ class Journal:
             for phase in dict.fromkeys(phase for rank in ranks for phase in rank):
                 done = [rank[phase] for rank in ranks if phase in rank]
                 for one in done:
-                    add("ranks/slowest_seconds", one.seconds, label=f"{role}/{phase}")
-                    add("ranks/fastest_seconds", one.seconds, label=f"{role}/{phase}")
-                    for kind, size in one.memory.items():
-                        add(f"memory/{kind}_megabytes", size / 1e6, label=f"{role}/{phase}")
+                    if one.seconds > 0:  # engines do not measure it
+                        add("ranks/slowest_seconds", one.seconds, label=f"{role}/{phase}")
+                        add("ranks/fastest_seconds", one.seconds, label=f"{role}/{phase}")
+                    self._memory(role, phase, one.memory)
                     for kind, size in one.moved.items():
                         add(f"offload/{kind}_megabytes", size / 1e6, label=role)
                 if phase == "log_probs":
                     self._speed("log_probs", role, done)
                 elif phase == "train":
                     self._speed(role.removesuffix("_train"), None, done)
+
+    def _memory(self, role: str, phase: str, peaks: Mapping[str, int]) -> None:
+        for kind, size in peaks.items():
+            self._sums.add(f"memory/{kind}_megabytes", size / 1e6, label=f"{role}/{phase}")
 
     def _speed(self, family: str, label: str | None, done: Sequence[PhaseWork]) -> None:
         device_seconds = len(done) * max(one.seconds for one in done)

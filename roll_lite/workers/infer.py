@@ -25,6 +25,7 @@ from roll_lite.distributed.worker import AsyncWorker, freeze_heap
 from roll_lite.scheduler.engines import BatchedEngine, Collected
 from roll_lite.workers.completions import CompletionPump
 from roll_lite.workers.engine_parts import EngineParts
+from roll_lite.workers.phases import PhaseWork, RankWork
 from roll_lite.workers.token_blocks import joined_block
 
 T = TypeVar("T")
@@ -140,6 +141,11 @@ class InferWorker(AsyncWorker):
 
     async def trace(self, folder: Path | None) -> list[str]:
         return await self._of_engine(self._strategy.trace(None if folder is None else f"{folder}/{self.role}-{self.rank}"))
+
+    async def take_work(self) -> RankWork:
+        """Return the engine's GPU memory by phase."""
+        memory = await self._of_engine(self._strategy.take_memory())
+        return {phase: PhaseWork(None, memory=peaks) for phase, peaks in memory.items()}
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:
         await self._of_engine(self._strategy.load(parts))

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from roll_lite.observability.device_memory import take_peaks
+
 PEAK_TFLOPS = {
     "A100": 312.0,
     "H100 PCIe": 756.0,
@@ -45,7 +47,7 @@ class PhaseWork:
     """Tokens of the data-parallel replica, prompts included, divided by its ranks; `flops` likewise."""
     flops: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
-    """Maximum bytes over the phase's runs: "allocated" and "reserved" GPU memory; "resident" host memory at a run's end."""
+    """Maximum bytes over the phase's runs: GPU memory (`take_peaks`), and "resident" host memory at a run's end."""
 
     moved: Counter[str] = field(default_factory=Counter)
     """Bytes that loads and offloads moved: "in" (to the device), "out" (to the host), "freed" (on the device)."""
@@ -74,8 +76,7 @@ class RankPhases:
         """Measure a block's time and memory. The block adds tokens and FLOPs to the yielded object."""
         on_gpu = torch.cuda.is_available()
         work = self._done.setdefault(phase, PhaseWork(torch.cuda.get_device_name() if on_gpu else None))
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+        take_peaks()
         start, since = time.perf_counter(), time.time()
         try:
             with self.explained(phase), torch.profiler.record_function(phase):
@@ -83,9 +84,7 @@ class RankPhases:
         finally:
             work.runs.append((since, time.perf_counter() - start))
             work.seconds += work.runs[-1][1]
-            memory = {"resident": psutil.Process().memory_info().rss}
-            if on_gpu:
-                memory |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+            memory = {"resident": psutil.Process().memory_info().rss, **take_peaks()}
             work.memory = {kind: max(size, work.memory.get(kind, 0)) for kind, size in memory.items()}
 
     @contextmanager

@@ -16,6 +16,7 @@ from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec, RankLayout, StateGroup
 from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
+from roll_lite.observability.device_memory import MemoryPeaks, PhaseMemory
 from roll_lite.rewards.model import ScoredText
 
 
@@ -56,6 +57,7 @@ class RewardModelWorker(Worker):
     def __init__(self, spec: RewardModelSpec) -> None:
         super().__init__()
         self.spec = spec
+        self._memory = MemoryPeaks()
 
     def initialize(self) -> RankLayout:
         torch.manual_seed(self.spec.seed)
@@ -63,26 +65,32 @@ class RewardModelWorker(Worker):
         strategy = build_model(self.spec.model_spec)
         if strategy.needs_process_group:
             self.init_process_group()
-        strategy.initialize()
+        with self._memory.of("start"):
+            strategy.initialize()
         self.strategy = strategy
         freeze_heap()
         return strategy.layout
 
-    def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Return each text's score, or why it has none. All ranks of a copy must call this; only the head returns results."""
+    def score(self, texts: Sequence[ScoredText]) -> tuple[list[float | str] | None, PhaseMemory]:
+        """Return each text's score, or why it has none, and the rank's GPU memory by phase since the last answer. All ranks of a copy must
+        call this; only the head returns scores."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
-        scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
-        if scores is None:
-            return None
-        found = iter(scores)
-        return [ids if isinstance(ids, str) else next(found) for ids in tokens]
+        with self._memory.of("score"):
+            scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
+        found = iter(scores or [])
+        results = None if scores is None else [ids if isinstance(ids, str) else next(found) for ids in tokens]
+        return results, self._memory.take()
 
-    def load(self, groups: Sequence[StateGroup]) -> None:
-        self._initialized().load(groups)
+    def load(self, groups: Sequence[StateGroup]) -> PhaseMemory:
+        with self._memory.of("load"):
+            self._initialized().load(groups)
+        return self._memory.take()
 
-    def offload(self, groups: Sequence[StateGroup]) -> None:
-        self._initialized().offload(groups)
+    def offload(self, groups: Sequence[StateGroup]) -> PhaseMemory:
+        with self._memory.of("offload"):
+            self._initialized().offload(groups)
+        return self._memory.take()
 
     def _initialized(self) -> ForwardStrategy:
         if self.strategy is None:

@@ -17,6 +17,7 @@ from roll_lite.distributed.liveness import first_of
 from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.distributed.strategy.build import CONNECTS_RANKS
+from roll_lite.observability.device_memory import MemoryPeaks, PhaseMemory
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction
 from roll_lite.rewards.model import ModelReward, ScoredText, zero_base
 from roll_lite.rewards.registry import typed_reward
@@ -67,6 +68,7 @@ class Ranks:
         self.name = f"reward model {model}"
         self.copies: list[Copy] = []
         self.guilty: Copy | None = None
+        self.memory = MemoryPeaks()
         self._actors = list(actors)
         self._places: list[Place] = []
         self._are_connected = CONNECTS_RANKS[config.strategy.name]
@@ -127,7 +129,9 @@ class Ranks:
                 await self.move(True)
                 shared: Any = texts if len(copy.actors) == 1 else ray.put(texts)
                 results = await asyncio.gather(*(actor.score.remote(shared) for actor in copy.actors))
-                found: list[float | str] = results[copy.head]
+                for _, peaks in results:
+                    self.memory.merge(peaks)
+                found: list[float | str] = results[copy.head][0]
                 return found
         except TimeoutError:
             if not limit.expired():
@@ -142,9 +146,11 @@ class Ranks:
             self._is_resident = to_devices
             methods = [actor.load if to_devices else actor.offload for actor in self._actors]
             moved = [method.remote([StateGroup.WEIGHTS]) for method in methods]
-            for error in await asyncio.gather(*moved, return_exceptions=True):
-                if isinstance(error, BaseException) and (to_devices or not is_gone(error)):
-                    raise error
+            for found in await asyncio.gather(*moved, return_exceptions=True):
+                if not isinstance(found, BaseException):
+                    self.memory.merge(found)
+                elif to_devices or not is_gone(found):
+                    raise found
 
     async def _initialize(self) -> None:
         if self._was_killed:
@@ -204,6 +210,13 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
     async def leave_devices(self) -> None:
         if self._config.offload:
             await asyncio.gather(*(ranks.move(False) for ranks in self._fleet.members))
+
+    def take_memory(self) -> PhaseMemory:
+        """Return the GPU memory by phase since the last call: the largest of the ranks."""
+        largest = MemoryPeaks()
+        for ranks in self._fleet.members:
+            largest.merge(ranks.memory.take())
+        return largest.take()
 
     def close(self) -> None:
         self._fleet.close(kill=False)

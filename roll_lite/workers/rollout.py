@@ -279,6 +279,7 @@ class RolloutWorker(AsyncWorker):
         pools: dict[str, Mapping[str, Any]] = {"reward": self._pools, "environment": self._environments}
         replaced = {part: {name: pool.newly_replaced() for name, pool in own.items()} for part, own in pools.items()}
         silences, self._silences = self._silences, []
+        result.stats.memory = {f"reward_models.{name}": model.take_memory() for name, model in self._reward_models.items()}
         blocks = [tokens_of(trainable, self._columns)]
         if self._per_turn and len(rows):
             blocks.append(turn_rewards_of(trainable, self._per_turn))

@@ -6,11 +6,13 @@ import asyncio
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine_harness import BLOCK, Harness, assert_likeliest, assert_log_probs, require
 from support_models import EOS_ID, Family
+from test_contract_numbers import masked, survivors
 
 from roll_lite.data.samples import Completion, FinishReason, VersionSpan
 from roll_lite.distributed.strategy.base import PauseMode
@@ -42,6 +44,27 @@ async def test_generates_what_the_new_weights_say(engine: Harness) -> None:
     assert_log_probs(sampled, engine.hf_logits(sampled.token_ids) / 0.7)
     assert (await engine.one(32)).token_ids != before.token_ids
     assert engine.strategy.life.version == engine.version
+
+
+async def test_each_step_may_sample_in_another_way(engine: Harness) -> None:
+    """Settings change with the weights, to and fro, for all requests of a step: nothing of the last ones stays in an engine's batches."""
+    steps: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_k": 5, "top_p": 0.9},
+        {"temperature": 1.3, "top_p": 0.7},
+        {"temperature": 0.0},
+        {"temperature": 0.6, "top_k": 3},
+        {"temperature": 1.0},
+    ]
+    for number, sampling in enumerate(steps):
+        await engine.update(seed=301 + number)
+        temperature, truncation = sampling["temperature"] or 1.0, {name: sampling[name] for name in ("top_k", "top_p") if name in sampling}
+        for completion in await engine.all([engine.request(24, seed=seed, **sampling) for seed in range(8)]):
+            logits = engine.hf_logits(completion.token_ids) / temperature
+            kept = [survivors(row, **truncation) for row in logits] if truncation else [()] * len(logits)
+            assert_log_probs(completion, masked(logits, kept))
+            if sampling["temperature"] == 0:
+                assert_likeliest(completion.token_ids, logits)
 
 
 async def test_checksums_are_of_what_the_engine_holds(engine: Harness) -> None:

@@ -130,6 +130,21 @@ def test_speed_is_that_of_the_slowest_rank(journal: Journal, tmp_path: Path) -> 
     assert not [name for name in record if "mfu" in name or "allocated" in name]
 
 
+def test_memory_of_engines_and_reward_models_is_told_by_phase(journal: Journal, tmp_path: Path) -> None:
+    """Of the fullest engine. Engines measure no time of their own."""
+    engines = [{"generate": PhaseWork(None, memory={"device": size, "reserved": 7_000_000})} for size in (3_000_000, 4_000_000)]
+    stats = RolloutStats({}, wall_s=1.0, memory={"reward_models.toy": {"score": {"allocated": 2_000_000}}})
+    with journal.step(1):
+        journal.rollouts(DataProto({"domain": object_column([])}), stats, 0, {})
+        journal.worked({"actor_infer": engines})
+    (record,) = records(tmp_path)
+    assert {name: value for name, value in record.items() if name.startswith(("memory/", "ranks/"))} == {
+        "memory/device_megabytes/actor_infer/generate": 4.0,
+        "memory/reserved_megabytes/actor_infer/generate": 7.0,
+        "memory/allocated_megabytes/reward_models.toy/score": 2.0,
+    }
+
+
 def test_trackers_get_spans_and_some_samples(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each step the driver's phases and within them those of ranks, not those before the step. Samples of every tenth step."""
     spans: list[Span] = []

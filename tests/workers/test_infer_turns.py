@@ -1,9 +1,12 @@
-"""Engines that share a GPU start one after the other."""
+"""Engines that share a GPU start one after the other, and tell their memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import ray
 from rollout_cases import toy_model
 from support_scripted import ScriptedWorker, scripted_spec
@@ -11,7 +14,10 @@ from support_scripted import ScriptedWorker, scripted_spec
 from roll_lite.config.schema.models import InferRoleConfig
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
-from roll_lite.pipeline.clusters import Engines
+from roll_lite.observability.device_memory import PhaseMemory
+from roll_lite.pipeline.clusters import Engines, Models
+from roll_lite.workers.infer import InferWorker
+from roll_lite.workers.phases import PhaseWork
 
 
 def test_each_device_has_one_engine_that_starts(ray_local: object, tmp_path: Path) -> None:
@@ -26,5 +32,25 @@ def test_each_device_has_one_engine_that_starts(ray_local: object, tmp_path: Pat
         assert ray.wait([ref for ref in ready if ref not in first], timeout=0)[0] == []
         engines.initialize_later_ones()
         assert len(ray.wait(list(ready), num_returns=4, timeout=60)[0]) == 4
+        assert Models(None, engines=engines).take_work() == {"actor_infer": [{}, {}, {}, {}]}, "there is no GPU"
     finally:
         engines.replicas.shutdown()
+
+
+class Told:
+    """A strategy that tells its workers' memory once."""
+
+    async def take_memory(self) -> PhaseMemory:
+        return {"generate": {"device": 5}}
+
+
+@pytest.mark.parametrize(("lost", "asked"), [({1: "died"}, True), ({0: "died", 1: "died"}, False)])
+async def test_engines_that_are_left_tell_their_memory(lost: dict[int, str], asked: bool) -> None:
+    """Where all are lost, another call finds that out and says what follows."""
+    worker = InferWorker.__new__(InferWorker)
+    worker._strategy = cast(Any, Told())
+    own = await worker.take_work()
+    assert own == {"generate": PhaseWork(None, memory={"device": 5})}
+    replicas = SimpleNamespace(name="actor_infer", lost=lost, world_size=2, each=lambda method: {0: own})
+    work = Models(None, engines=cast(Any, SimpleNamespace(replicas=replicas))).take_work()
+    assert work == ({"actor_infer": [own]} if asked else {})

@@ -30,6 +30,8 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocated = self.peak = 0
+        self.elsewhere = 79_000_000_000
+        """What other processes use."""
         stand_ins: dict[str, Callable[..., Any]] = {
             "is_available": lambda: True,
             "get_device_name": lambda: "NVIDIA H100 80GB HBM3",
@@ -37,7 +39,7 @@ class Gpu:
             "max_memory_allocated": lambda: self.peak,
             "max_memory_reserved": lambda: 2 * self.peak,
             "memory_reserved": lambda: 60_000_000_000,
-            "mem_get_info": lambda: (1_000_000_000, 80_000_000_000),
+            "mem_get_info": lambda: (80_000_000_000 - self.elsewhere - self.allocated, 80_000_000_000),
         }
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -61,8 +63,8 @@ def test_peaks_are_those_of_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu.allocate(10)
     work = phases.take()
     assert [(name, phase.device) for name, phase in work.items()] == [(name, "NVIDIA H100 80GB HBM3") for name in ("train", "log_probs")]
-    peaks = {name: (phase.memory["allocated"], phase.memory["reserved"]) for name, phase in work.items()}
-    assert peaks == {"train": (70, 140), "log_probs": (10, 20)}
+    peaks = {name: [phase.memory[kind] for kind in ("allocated", "reserved", "device")] for name, phase in work.items()}
+    assert peaks == {"train": [70, 140, gpu.elsewhere], "log_probs": [10, 20, gpu.elsewhere + 10]}
     assert phases.take() == {}, "they are told once"
 
 

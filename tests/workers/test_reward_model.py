@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support_models import BOS_ID, EOS_ID, PAD_ID, hf_scores, make_tiny_reward_model, make_tokenizer
+from workers.test_phases import Gpu
 
 from roll_lite.config.schema.models import RewardModelConfig
 from roll_lite.data.microbatch import MicroBatchPlan
@@ -44,13 +45,13 @@ def encoded(text: str) -> list[int]:
 
 def test_texts_of_any_order_and_length_have_the_scores_of_transformers(worker: RewardModelWorker, model: Path) -> None:
     texts = ["1+1=2", "a", "12345678901", "x" * 13, "4 of f: ffff", "1+1=3", ""]
-    found = worker.score(texts)
-    assert found is not None
+    found, memory = worker.score(texts)
+    assert found is not None and memory == {}, "there is no GPU"
     expected = hf_scores(model, [encoded(text) for text in texts if 0 < len(text) <= 12])
     assert [score for score in found if isinstance(score, float)] == pytest.approx(expected, abs=1e-5)
     assert found[3] == "the text has 13 tokens, the reward model reads at most 12 (max_length)"
     assert found[6] == "the text has no tokens"
-    assert worker.score([]) == []
+    assert worker.score([]) == ([], {})
 
 
 BUDGETS: list[tuple[dict[str, Any], list[list[int]]]] = [
@@ -78,7 +79,7 @@ def test_a_pass_keeps_within_its_tokens(
 
     monkeypatch.setattr(strategy, "forward", seen)
     texts = ["ab", "1+1=2abcd", "x" * 40, "7*8", "12345678", "cd"]
-    assert worker.score(texts) == pytest.approx(hf_scores(model, [encoded(text) for text in texts]), abs=1e-5)
+    assert worker.score(texts)[0] == pytest.approx(hf_scores(model, [encoded(text) for text in texts]), abs=1e-5)
     assert plans == expected
 
 
@@ -89,12 +90,29 @@ def test_an_offloaded_model_comes_back(worker: RewardModelWorker) -> None:
     assert worker.score(["1+1=2"]) == before
 
 
+def test_memory_is_told_by_phase(worker: RewardModelWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of a pass with its weights; after an offload, what stays."""
+    gpu, strategy = Gpu(monkeypatch), worker.strategy
+    assert strategy is not None
+    moved: dict[str, Any] = {
+        "forward": lambda *_: gpu.allocate(50) or gpu.allocate(-50),  # type: ignore[func-returns-value]
+        "offload": lambda _: gpu.allocate(-70),
+        "load": lambda _: gpu.allocate(75),
+    }
+    for name, move in moved.items():
+        monkeypatch.setattr(strategy, name, move)
+    gpu.allocate(80)
+    assert worker.score(["1+1=2"]) == (None, {"score": {"allocated": 130, "reserved": 260, "device": gpu.elsewhere + 80}})
+    assert worker.offload([StateGroup.WEIGHTS]) == {"offload": {"allocated": 80, "reserved": 160, "device": gpu.elsewhere + 10}}
+    assert worker.load([StateGroup.WEIGHTS]) == {"load": {"allocated": 85, "reserved": 170, "device": gpu.elsewhere + 85}}
+
+
 def test_deterministic_scores_do_not_depend_on_who_else_is_scored(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {ROLE: "reward_models.toy", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     one = RewardModelWorker(spec_of(model, deterministic=True))
     one.initialize()
-    alone, together = one.score(["1+1=2"]), one.score(["a" * 50, "1+1=2", "b" * 7])
+    (alone, _), (together, _) = one.score(["1+1=2"]), one.score(["a" * 50, "1+1=2", "b" * 7])
     assert alone is not None
     assert together is not None
     assert together[1] == alone[0]
@@ -102,7 +120,7 @@ def test_deterministic_scores_do_not_depend_on_who_else_is_scored(model: Path, m
 
 def test_padding_at_the_end_is_not_scored(model: Path, worker: RewardModelWorker) -> None:
     """As transformers does with models whose padding token is their end of text."""
-    found = worker.score(["1+1=2<eos><pad><pad>"])
+    found, _ = worker.score(["1+1=2<eos><pad><pad>"])
     (expected,) = hf_scores(model, [[*encoded("1+1=2"), EOS_ID, PAD_ID, PAD_ID]])
     assert found == pytest.approx([expected], abs=1e-5)
 

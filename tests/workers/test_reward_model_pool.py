@@ -24,6 +24,7 @@ from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
 from roll_lite.distributed.place import Place
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.base import RankLayout
+from roll_lite.observability.device_memory import PhaseMemory
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.workers import reward_model_pool
 from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker
@@ -56,9 +57,10 @@ class FakeRank:
         self.comes_back = True
         self.kills = 0
         self.stands_at = Place("another node", 1)
-        self.layout, self.score = Method(self._layout), Method(self._score)
+        self.layout, self.score = Method(self._layout), Method(self._measured)
         self.place, self.initialize = Method(self._place), Method(self._initialize)
         self.rendezvous, self.meet_at = Method(self._rendezvous), Method(self._meet_at)
+        self.memory: PhaseMemory = {}
         self.load, self.offload = Method(self._loaded), Method(self._offloaded)
 
     async def _layout(self) -> RankLayout:
@@ -81,6 +83,9 @@ class FakeRank:
             raise RuntimeError("out of memory")
         self.error, self.hangs = None, False
 
+    async def _measured(self, texts: Any) -> tuple[list[float | str] | None, PhaseMemory]:
+        return await self._score(texts), self.memory
+
     async def _score(self, texts: Any) -> list[float | str] | None:
         texts = ray.get(texts) if isinstance(texts, ray.ObjectRef) else texts
         self.calls.append(texts)
@@ -89,11 +94,13 @@ class FakeRank:
             raise self.error
         return [float(len(text)) if text else "the text has no tokens" for text in texts] if self.own.is_head else None
 
-    async def _loaded(self, groups: Any) -> None:
+    async def _loaded(self, groups: Any) -> PhaseMemory:
         self.moves.append("load")
+        return {}
 
-    async def _offloaded(self, groups: Any) -> None:
+    async def _offloaded(self, groups: Any) -> PhaseMemory:
         self.moves.append("offload")
+        return {"offload": {"device": 5}} if self.memory else {}
 
 
 def ranks(copies: int, tensor: int = 1, seconds: float = 0.0) -> list[FakeRank]:
@@ -311,6 +318,17 @@ async def test_a_model_that_gives_its_memory_back_is_loaded_when_there_is_someth
         await model.score("x")
         await model.rest()
     assert staying[0].moves == []
+
+
+async def test_the_fullest_rank_s_memory_is_told_once() -> None:
+    actors = ranks(2, seconds=0.01)
+    for number, actor in enumerate(actors):
+        actor.memory = {"score": {"allocated": 10 + number}}
+    async with client(actors, offload=True) as model:
+        await asyncio.gather(*(model.score("x") for _ in range(20)))
+        await model.rest()
+        assert model.take_memory() == {"score": {"allocated": 11}, "offload": {"device": 5}}
+        assert model.take_memory() == {}
 
 
 async def test_a_model_that_a_lost_service_left_on_its_devices_is_offloaded_by_the_next() -> None:

@@ -32,6 +32,7 @@ from roll_lite.distributed.numa import bind_to_gpu
 from roll_lite.distributed.strategy.inference.life import EngineLife, EngineMemory
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, by_bucket, tensors_of
 from roll_lite.files import FileRecord, flush, record
+from roll_lite.observability.device_memory import PhaseMemory
 
 # ---------------------------------------------------------------- training
 
@@ -365,6 +366,10 @@ class InferenceStrategy(ABC):
         """Start torch's profiler in the workers or, with a prefix, write PREFIX-WORKER.json.gz. Return an error text per worker, empty on
         success."""
         return []
+
+    async def take_memory(self) -> PhaseMemory:
+        """Return the workers' GPU memory by phase since the last call: the largest of the workers."""
+        return {}
 
     @abstractmethod
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:

@@ -32,6 +32,9 @@ class EngineMake(EnginePart, Protocol):
     @property
     def notes(self) -> Sequence[str]: ...
 
+    @property
+    def cuda(self) -> bool: ...
+
     # ------------------------------------------------------------ life
 
     async def preload(self) -> None:

@@ -23,6 +23,7 @@ from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, R
 from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors, checkpoint_shapes
 from roll_lite.models.adapter_files import adapter_shapes
 from roll_lite.models.hf_config import read_hf_config
+from roll_lite.observability.device_memory import MemoryPeaks, PhaseMemory
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class EngineStrategy(InferenceStrategy):
         self._order = asyncio.Lock()
         self._watching: list[asyncio.Task[None]] = []
         self._steps = StepWatch(make.answered, step_limit(spec.step_s), self.processes.are_compiling)
+        self._memory = MemoryPeaks()
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -74,6 +76,7 @@ class EngineStrategy(InferenceStrategy):
                 shapes = adapter_shapes(stored, with_fused(self._lora.targets), self._lora.rank)
                 plain = {name: list(shape) for name, shape in shapes.items()}
                 await self._call_workers("roll_lite_take_adapters", shapes=plain, rank=self._lora.rank)
+            await self._measure("start")
             self._watching.append(asyncio.create_task(self._watch_steps()))
         except BaseException:
             await self.shutdown()
@@ -192,6 +195,7 @@ class EngineStrategy(InferenceStrategy):
                 if self.life.blank and EngineMemory.KV_CACHE in coming:
                     raise RuntimeError("the engine's weights were dropped in an offload: update them before the KV cache is loaded")
                 await self._at_length(self.make.load(coming))
+                await self._measure("load")
                 self.life.load(coming)
                 await self._settle()
 
@@ -201,12 +205,33 @@ class EngineStrategy(InferenceStrategy):
             if not leaving:
                 return
             if not self.life.away:
+                await self._measure(self._phase)
                 await self.abort()
                 await self._halt(PauseMode.ABORT)
             cache_stays = EngineMemory.KV_CACHE not in self.life.away | leaving
             await self._at_length(self.make.offload(leaving, cache_stays))
             self.life.offload(leaving)
             self.life.blank |= self._drops_weights and EngineMemory.WEIGHTS in leaving
+            if self.life.away == set(EngineMemory):
+                await self._measure("offload")
+
+    async def take_memory(self) -> PhaseMemory:
+        async with self._order:
+            if self._check() is None and not self.life.away:
+                await self._measure(self._phase)
+            return self._memory.take()
+
+    async def _measure(self, phase: str) -> None:
+        """End a phase whose memory the workers measure. While memory is offloaded, torch still counts it: what all processes use tells."""
+        if self.make.cuda:
+            for peaks in await self._call_workers("roll_lite_memory"):
+                self._memory.add(phase, {"device": peaks["device"]} if self.life.away else peaks)
+
+    @property
+    def _phase(self) -> str:
+        if self.life.state in (EngineState.UPDATING, EngineState.HALF_UPDATED):
+            return "sync_weights"
+        return "load" if self.life.away else "generate"
 
     # ------------------------------------------------------------ weights
 
@@ -227,6 +252,8 @@ class EngineStrategy(InferenceStrategy):
         async with self._order:
             tensors = tensors_of(routes)
             self._require_update().check(tensors)
+            if not self._require_update().arrived:
+                await self._measure(self._phase)
             update = self.life.receive()
             try:
                 await self._settle()
@@ -259,6 +286,7 @@ class EngineStrategy(InferenceStrategy):
             try:
                 answers = await self._call_workers("roll_lite_put_in_place")
                 await self._at_length(self.make.renew(version))
+                await self._measure("sync_weights")
             except BaseException as error:  # also if cancelled: the engine's weights are unknown now
                 self.fail(self.life.failure or f"new weights could not be put in place: {error}")
                 raise

@@ -36,6 +36,7 @@ class Recorder:
 
     name = "recorded"
     notes = ()
+    cuda = False
 
     def __init__(self) -> None:
         self.runs, self.half_loaded, self.gone = True, False, False
@@ -46,6 +47,8 @@ class Recorder:
         self.gate.set()
         self.broken: Exception | None = None
         self.requests: dict[str, asyncio.Future[Completion]] = {}
+        self.peaks: list[dict[str, int]] = []
+        """Of each worker."""
 
     def check(self) -> None:
         if self.runs:
@@ -123,6 +126,9 @@ class Recorder:
             case "roll_lite_put_in_place":
                 self._break()
                 self.half_loaded = False
+            case "roll_lite_memory":
+                self.calls.append("memory")
+                return self.peaks
             case "roll_lite_checksums":
                 return [dict.fromkeys("ab", "")]
         return []
@@ -232,6 +238,45 @@ async def test_weights_that_were_dropped_serve_only_after_a_whole_update() -> No
     await engine.offload()
     with pytest.raises(RuntimeError, match="dropped"):
         await engine.load()
+
+
+def used(*device: int) -> list[dict[str, int]]:
+    return [{"allocated": 10 * size, "reserved": 20 * size, "device": size} for size in device]
+
+
+async def test_memory_is_told_by_phase(engine: Engine) -> None:
+    """Where something is offloaded, only what all processes use, since torch counts what has left."""
+    make = engine.make
+    make.cuda, make.peaks = True, used(1, 3)
+    await engine.offload([EngineMemory.KV_CACHE])
+    make.peaks = used(2, 2)
+    await engine.offload([EngineMemory.WEIGHTS])
+    make.peaks = used(4, 5)
+    await engine.load([EngineMemory.WEIGHTS])
+    make.peaks = used(6)
+    await update(engine)
+    make.peaks = used(7)
+    await engine.load()
+    make.peaks = used(8)
+    generating = {"allocated": 80, "reserved": 160, "device": 8}
+    expected = {"generate": generating, "offload": {"device": 2}, "load": {"device": 7}, "sync_weights": {"device": 6}}
+    assert await engine.take_memory() == expected
+    await update(engine, version=2)
+    make.peaks = used(1)
+    assert await engine.take_memory() == {"generate": generating, "sync_weights": generating}
+    await engine.offload()
+    make.calls.clear()
+    assert await engine.take_memory() == {"generate": {"allocated": 10, "reserved": 20, "device": 1}, "offload": {"device": 1}}
+    assert make.calls == [], "who has the GPU now is measured instead"
+
+
+async def test_without_a_gpu_workers_are_not_asked_for_memory(engine: Engine) -> None:
+    await engine.offload()
+    await engine.load()
+    await update(engine)
+    assert await engine.take_memory() == {} and "memory" not in engine.make.calls
+    engine.fail("died")
+    assert await engine.take_memory() == {}
 
 
 async def test_loading_twice_at_once_loads_once(engine: Engine) -> None:

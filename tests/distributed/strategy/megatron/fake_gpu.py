@@ -2,9 +2,11 @@
 
 Run as a program: torch is told that there is a GPU before anything is imported, so that Megatron-Core is not rewritten for the CPU, and
 what runs is what runs on GPUs. Tensors of two devices in one operation raise, and what is left on the host by mistake is one of those.
-Only forward passes: a CPU build of torch has no backward ones for this device.
+Only forward passes: a CPU build of torch has no backward ones for this device. They run as in training (torch.is_grad_enabled), with
+frozen weights.
 
     python fake_gpu.py MODEL_FOLDER '{"tensor_parallel": 2, "sequence_parallel": true}'
+    python fake_gpu.py REWARD_MODEL_FOLDER null
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Mapping
+from functools import partial
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused functions run as they are written: nothing compiles fake tensors here
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, cast
+from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from roll_lite.distributed.strategy import base
@@ -33,7 +37,8 @@ def put(tensor: torch.Tensor, index: Any, value: Any) -> None:
     first = index[0] if isinstance(index, tuple) else index
     if isinstance(first, torch.Tensor):
         given = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
-        torch.ops.aten.index_put_.default(tensor, [first], given)
+        further = index[1:] if isinstance(index, tuple) else ()
+        torch.ops.aten.index_put_.default(take(tensor, (slice(None), *further)), [first], given)
     else:
         torch.ops.aten.copy_.default(take(tensor, index), torch.as_tensor(value))
 
@@ -56,7 +61,7 @@ def take(tensor: torch.Tensor, index: Any) -> torch.Tensor:
         place = next(number for number, part in enumerate(parts) if part is Ellipsis)
         named = sum(part is not None for part in parts) - 1
         parts = (*parts[:place], *[slice(None)] * (tensor.dim() - named), *parts[place + 1 :])
-    dim = 0
+    dim, indices = 0, dict[int, torch.Tensor]()
     for part in parts:
         if isinstance(part, slice):
             tensor = torch.ops.aten.slice.Tensor(tensor, dim, part.start, part.stop, part.step or 1)
@@ -64,10 +69,10 @@ def take(tensor: torch.Tensor, index: Any) -> torch.Tensor:
             tensor = tensor.unsqueeze(dim)
         elif isinstance(part, int):
             tensor, dim = tensor.select(dim, part), dim - 1
-        else:
-            tensor = torch.ops.aten.index.Tensor(tensor, [None] * dim + [part])
+        elif part.dtype != torch.bool:  # without contents nobody knows what a mask takes: all
+            indices[dim] = part
         dim += 1
-    return tensor
+    return torch.ops.aten.index.Tensor(tensor, [indices.get(dim) for dim in range(max(indices) + 1)]) if indices else tensor
 
 
 def pretend() -> None:
@@ -77,12 +82,21 @@ def pretend() -> None:
     torch.cuda.set_device = lambda device: None
     torch.cuda.device_count = lambda: 1
     torch.cuda.manual_seed = lambda seed: None
+    torch.cuda.Stream = MagicMock  # type: ignore[assignment, misc]
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     base.current_device = base.take_local_device = lambda: GPU
     torch.Tensor.__getitem__, torch.Tensor.__setitem__ = take, put  # type: ignore[method-assign, assignment]
+    data, tensor_of = cast(Any, torch.Tensor.data), torch.tensor
+    torch.tensor = lambda given, *, device=None, **options: tensor_of(given, **options).to(device or "cpu")  # type: ignore[assignment]
+
+    def put_data(tensor: FakeTensor, value: torch.Tensor) -> None:
+        data.__set__(tensor, value)
+        tensor.fake_device = value.device  # which a fake tensor does not follow by itself
+
+    FakeTensor.data = property(data.__get__, put_data)  # type: ignore[assignment]
     torch.Tensor.__invert__ = lambda tensor: torch.ops.aten.bitwise_not.default(tensor)  # type: ignore[method-assign]
     torch.Tensor.copy_ = lambda tensor, source, *_, **__: torch.ops.aten.copy_.default(tensor, source)  # type: ignore[method-assign, assignment]
-    torch.Tensor.contiguous = lambda tensor, **_: torch.ops.aten.clone.default(tensor)  # type: ignore[method-assign, assignment]
+    torch.Tensor.contiguous = lambda tensor, **_: torch.ops.aten.clone.default(tensor, memory_format=torch.contiguous_format)  # type: ignore[method-assign, assignment]
     new_group = dist.new_group
     dist.all_gather_object = lambda found, own, *_, **__: found.__setitem__(slice(None), [own, *([] for _ in found[1:])])
     # Megatron makes gloo groups beside those of the default backend.
@@ -90,9 +104,9 @@ def pretend() -> None:
 
 
 def main(folder: Path, layout: dict[str, Any]) -> None:
-    world_size = layout.get("tensor_parallel", 1) * layout.get("context_parallel", 1)
+    world_size = max(layout.get("tensor_parallel", 1) * layout.get("context_parallel", 1), layout.get("expert_parallel", 1))
     os.environ.update(RANK="0", WORLD_SIZE=str(world_size), LOCAL_RANK="0")
-    mode = WithoutDevice()
+    mode = WithoutDevice(allow_non_fake_inputs=True)
     pretend()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -112,7 +126,9 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     hf, config = read_hf_config(folder), MegatronStrategyConfig(**layout)
     parallel.join_groups(config, seed=1)
-    device = GPU
+    device, experts = GPU, hf.experts
+    if experts is not None:
+        _evenly()
     batch = batch_of([9, 4, 12, 2, 7, 5], vocab=hf.vocab_size)
     lengths = batch.ragged("advantages").lengths
     for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values"):
@@ -126,7 +142,8 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
             return mode.from_tensor(own).to(device)
 
     with patch.object(model_io, "_to", to):
-        inputs = model_io.model_inputs(batch, plan, device)
+        told = {} if experts is None else {"rollout_experts": _chosen(batch, experts)}
+        inputs = model_io.model_inputs(batch.with_columns(**told), plan, device, experts=experts, record=experts is not None)
         ends = model_io.model_inputs(batch, plan, device, ends=True)
     group = parallel.parallel_state.get_tensor_model_parallel_group()
     losses = (
@@ -139,9 +156,10 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
         ),
         CriticLoss(),
     )
-    with mode, torch.no_grad():
+    balance = Balance(0.01)
+    with mode:
         for value_head, loss in zip((False, True), losses, strict=True):
-            model = RollModel(transformer_config(hf, config, torch.bfloat16, False), hf, value_head, Balance(0.01))
+            model = RollModel(transformer_config(hf, config, torch.bfloat16, False), hf, value_head, balance).requires_grad_(False)
             _all_on(device, dict(model.named_parameters()))
             outputs = ("values", "final_value") if value_head else ("log_probs", "entropy", "distribution")
             for given in ends if value_head else inputs:
@@ -151,8 +169,106 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
                 for compute in (loss, weighted_loss):
                     total, metrics = compute(found, given.micro_batch)
                     _all_on(device, {"loss": total, **metrics})
+                if experts is not None and not value_head:
+                    _routes(given.rows.routes, experts, config.sequence_parallel)
+        if experts is not None:
+            with patch.object(torch.Tensor, "__float__", lambda _: 1.0), patch.object(FakeTensor, "tolist", lambda _: [2.0, 1.0]):
+                used = balance.end(experts, device)
+            assert (used.busiest, used.balance_loss is not None, used.rerouted) == (1.0, True, 0.5), used
         _send_weights(hf, config, transformer_config(hf, config, torch.float32, False))
     print("all on", device)
+
+
+def _evenly() -> None:
+    """As many tokens for each expert: what tells their number has no contents."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from roll_lite.distributed.strategy.megatron import model
+    from roll_lite.distributed.strategy.megatron.experts import experts_config
+
+    preprocess = MoEAlltoAllTokenDispatcher.preprocess
+
+    def with_data(*given: Any) -> Any:
+        with unset_fake_temporarily():
+            return preprocess(*given)
+
+    even = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    model.experts_config = lambda hf: {**experts_config(hf), **even}
+    MoEAlltoAllTokenDispatcher.preprocess = with_data
+
+
+def _chosen(batch: Any, experts: Any) -> Any:
+    from roll_lite.data.ragged import Ragged
+
+    width = sum(experts.layers) * experts.per_token
+    return Ragged.from_rows([torch.zeros(int(length), width, dtype=torch.int16) for length in batch.lengths])
+
+
+def _routes(routes: Any, experts: Any, sequence_parallel: bool) -> None:
+    from roll_lite.distributed.strategy.megatron.routing import collect_routes
+
+    _all_on(GPU, {str(layer): taken for layer, taken in routes.taken.items()})
+    assert len(routes.taken) == sum(experts.layers)
+    collected = collect_routes(routes, sum(experts.layers), experts.per_token, sequence_parallel)
+    _all_on(torch.device("cpu"), {"for the batch": collected})
+
+
+def _moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """As Module.to, which wants to swap a fake tensor's contents."""
+    for module in model.modules():
+        module._buffers.update({name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None})
+        for name, weight in module._parameters.items():
+            module._parameters[name] = None if weight is None else torch.nn.Parameter(weight.to(device), requires_grad=False)
+    return model
+
+
+def score(folder: Path) -> None:
+    """A Hugging Face reward model: padded batches, its own pooling or that of the strategy."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    pretend()
+    from roll_lite.config.schema.models import HfStrategyConfig, ModelConfig
+    from roll_lite.data.microbatch import PaddedBudget
+    from roll_lite.data.proto import DataProto
+    from roll_lite.data.ragged import Ragged
+    from roll_lite.distributed.strategy import hf
+    from roll_lite.distributed.strategy.base import ModelSpec
+
+    def made(path: Path, dtype: torch.dtype, **_: Any) -> tuple[Any, dict[str, list[str]]]:
+        config = AutoConfig.from_pretrained(path, attn_implementation="eager")
+        model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        model.to = partial(_moved, model)
+        return model, {"missing_keys": []}
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    batch = DataProto({"input_ids": Ragged.from_rows([torch.arange(3, 3 + length) for length in (9, 1, 12, 5)], torch.int64)})
+    passes: list[torch.Tensor] = []
+    mode = WithoutDevice(allow_non_fake_inputs=True)
+    spec = ModelSpec(ModelConfig(path=folder, dtype="bfloat16"), HfStrategyConfig(), "reward_models.toy.path")
+    strategy = hf.HfRewardStrategy(spec)
+    with (
+        mode,
+        patch.object(AutoModelForSequenceClassification, "from_pretrained", made),
+        patch.object(hf, "StateMover", MagicMock()),
+        patch.object(hf, "take_local_device", lambda: GPU),
+    ):
+        strategy.initialize()
+    _all_on(GPU, {**dict(strategy._model.named_parameters()), **dict(strategy._model.named_buffers())})
+    scores = strategy._scores
+
+    def on_gpu(*given: torch.Tensor) -> torch.Tensor:
+        with mode:
+            passes.append(scores(*map(mode.from_tensor, given)))
+        return passes[-1]
+
+    strategy._scores = on_gpu  # type: ignore[method-assign]
+    with patch.object(torch, "inference_mode", lambda *_: torch.no_grad()):  # that one runs kernels at once
+        found = strategy.forward(batch, ["final_value"], strategy.plan(batch.lengths, PaddedBudget(20)))
+    assert found is not None and len(passes) > 1
+    _all_on(GPU, dict(enumerate(passes)))
+    _all_on(torch.device("cpu"), {"for the batch": found.tensor("final_value")})
+    print("all on", GPU)
 
 
 def _send_weights(hf: Any, config: Any, megatron: Any) -> None:
@@ -192,10 +308,11 @@ def _kept(batch: Any) -> Any:
     return Ragged.from_rows([torch.full((int(length), 3), 5, dtype=torch.int32) for length in batch.ragged("advantages").lengths])
 
 
-def _all_on(device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
+def _all_on(device: torch.device, tensors: Mapping[Any, torch.Tensor]) -> None:
     elsewhere = [name for name, tensor in tensors.items() if tensor.device.type != device.type]
     assert tensors and not elsewhere, f"not on {device}: {elsewhere}"
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    asked = json.loads(sys.argv[2])
+    score(Path(sys.argv[1])) if asked is None else main(Path(sys.argv[1]), asked)

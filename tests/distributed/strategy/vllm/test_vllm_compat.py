@@ -200,7 +200,7 @@ class RecordedWorkers(VllmEngine):
 
     def __init__(self, sleep: EngineOffload = "with_copy") -> None:
         super().__init__(EngineSpec(MODEL, VllmStrategyConfig(), 64, sleep=sleep))
-        self._cuda = True
+        self.cuda = True
         self.calls: list[tuple[Any, ...]] = []
 
     async def _workers(self, method: str, *arguments: Any) -> None:
@@ -240,7 +240,7 @@ async def test_weights_that_an_update_replaces_leave_without_a_copy(cache_stays:
 
 async def test_what_leaves_a_cpu() -> None:
     engine = RecordedWorkers()
-    engine._cuda = False
+    engine.cuda = False
     await engine.offload([EngineMemory.WEIGHTS], cache_stays=True)
     await engine.load([EngineMemory.WEIGHTS])
     assert engine.calls == []

@@ -37,8 +37,8 @@ class SglangEngine:
     def __init__(self, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, SglangStrategyConfig)
         self._spec = spec
-        self._cuda = torch.cuda.is_available()
-        environment = settings.engine_environment(spec.threads, self._cuda, spec.strategy.tensor_parallel, spec.node, spec.sleep)
+        self.cuda = torch.cuda.is_available()
+        environment = settings.engine_environment(spec.threads, self.cuda, spec.strategy.tensor_parallel, spec.node, spec.sleep)
         self._variables = environment.variables()
         self.notes = environment.notes()
         self._numbers = itertools.count()
@@ -68,7 +68,7 @@ class SglangEngine:
                 start_new_session=True,
             )
         self._channel = await PickleChannel.over(ours)
-        self._channel.send(Start(self._spec, self._cuda, scratch.path))
+        self._channel.send(Start(self._spec, self.cuda, scratch.path))
         try:
             state, answer = await self._channel.receive()
         except Closed:

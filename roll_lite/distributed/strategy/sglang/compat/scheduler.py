@@ -38,6 +38,7 @@ from roll_lite.distributed.strategy.sglang.compat.adapters import (
 from roll_lite.distributed.strategy.sglang.compat.requests import StopText
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 from roll_lite.distributed.weight_sync.update import checksum
+from roll_lite.observability.device_memory import take_peaks
 from roll_lite.observability.trace_recorder import RECORDER
 
 _PAUSED_POLL_S = 0.001
@@ -113,6 +114,10 @@ class RolloutScheduler(Scheduler):
     @_by_all
     def roll_lite_trace(self, prefix: str | None) -> str:
         return RECORDER.trace(prefix and f"{prefix}-{get_parallel().tp_rank}.json.gz")
+
+    @_by_all
+    def roll_lite_memory(self) -> dict[str, int]:
+        return take_peaks()
 
     def get_init_info(self) -> dict[str, Any]:
         return {**super().get_init_info(), "page_size": self.page_size}

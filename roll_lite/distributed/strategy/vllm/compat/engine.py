@@ -50,8 +50,8 @@ class VllmProcesses:
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._cuda = torch.cuda.is_available()
-        self._environment = settings.engine_environment(spec.threads, self._cuda, spec.node)
+        self.cuda = torch.cuda.is_available()
+        self._environment = settings.engine_environment(spec.threads, self.cuda, spec.node)
         self._scratch: Scratch | None = None
 
     def check_version(self) -> str:
@@ -78,7 +78,7 @@ class VllmEngine(VllmProcesses):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         assert isinstance(spec.strategy, VllmStrategyConfig)
-        self.notes = settings.notes(spec.strategy, spec.max_model_len, self._cuda, self._environment)
+        self.notes = settings.notes(spec.strategy, spec.max_model_len, self.cuda, self._environment)
         self._running: AsyncLLM | None = None
 
     # ------------------------------------------------------------ life
@@ -102,7 +102,7 @@ class VllmEngine(VllmProcesses):
     def _start(self) -> AsyncLLM:
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(engine_args(self._spec, self._cuda))
+        return AsyncLLM.from_engine_args(engine_args(self._spec, self.cuda))
 
     async def prepare(self, config: HfConfig) -> None:
         read = (self._vocabulary, self._tied)
@@ -193,9 +193,9 @@ class VllmEngine(VllmProcesses):
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload by worker calls: vLLM's `wake_up` would resume a paused engine. It cannot offload weights alone: with `cache_stays`, the
+        """Offload by worker calls: vLLM's `wake_up` would resume a paused engine, and cannot offload weights alone. With `cache_stays`, the
         cache is dropped and reallocated. On a CPU, only the cache is freed."""
-        if not self._cuda:
+        if not self.cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()
                 await self.call_workers("roll_lite_drop_cache")
@@ -209,7 +209,7 @@ class VllmEngine(VllmProcesses):
             await self._workers("wake_up", [EngineMemory.KV_CACHE.value])
 
     async def load(self, parts: Collection[EngineMemory]) -> None:
-        if self._cuda:
+        if self.cuda:
             await self._workers("wake_up", [part.value for part in parts])
         elif EngineMemory.KV_CACHE in parts:
             await self.call_workers("roll_lite_make_cache")
@@ -228,7 +228,7 @@ class VllmPart(VllmProcesses):
         with self._inherited():
             from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-            config = engine_args(self._spec, self._cuda).create_engine_config(headless=True)
+            config = engine_args(self._spec, self.cuda).create_engine_config(headless=True)
             self._executor = MultiprocExecutor(config, monitor_workers=False)
         return [worker.proc.pid for worker in self._executor.workers]
 

@@ -25,6 +25,7 @@ from roll_lite.distributed.strategy.inference.processes import HOST_PID, kill_al
 from roll_lite.distributed.strategy.vllm.compat.adapters import adapted_layers, multiply_plainly, put_adapters
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 from roll_lite.distributed.weight_sync.update import checksum
+from roll_lite.observability.device_memory import take_peaks
 from roll_lite.observability.trace_recorder import RECORDER
 
 
@@ -106,6 +107,10 @@ class WorkerExtension:
     @answering
     def roll_lite_trace(self, prefix: str | None) -> str:
         return RECORDER.trace(prefix and f"{prefix}-{self.rank}.json.gz")
+
+    @answering
+    def roll_lite_memory(self) -> dict[str, int]:
+        return take_peaks()
 
     @answering
     def roll_lite_drop_cache(self) -> None:

@@ -1,0 +1,51 @@
+"""Peaks of GPU memory by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+PhaseMemory = dict[str, dict[str, int]]
+"""{phase: {kind of memory: bytes}}, with the kinds of `take_peaks`."""
+
+
+def take_peaks() -> dict[str, int]:
+    """Return this process's peaks since the last call, in bytes: "allocated" and "reserved" by torch. "device" is the GPU's
+    memory that all processes use now. Empty without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(), "device": total - free}
+    torch.cuda.reset_peak_memory_stats()
+    return peaks
+
+
+class MemoryPeaks:
+    """The largest of a phase's runs, and of the processes that report."""
+
+    def __init__(self) -> None:
+        self._largest: PhaseMemory = {}
+
+    def add(self, phase: str, found: Mapping[str, int]) -> None:
+        if found:
+            own = self._largest.setdefault(phase, {})
+            own |= {kind: max(size, own.get(kind, 0)) for kind, size in found.items()}
+
+    def merge(self, other: PhaseMemory) -> None:
+        for phase, found in other.items():
+            self.add(phase, found)
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Measure a `with` block."""
+        take_peaks()
+        try:
+            yield
+        finally:
+            self.add(phase, take_peaks())
+
+    def take(self) -> PhaseMemory:
+        taken, self._largest = self._largest, {}
+        return taken
