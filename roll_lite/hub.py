@@ -25,7 +25,7 @@ SCHEME = "hf:/"
 MODEL_FILES = (".json", ".txt", ".model", ".jinja")
 WEIGHTS = "model*.safetensors"
 DATA_FILES = (".parquet", ".jsonl", ".csv", ".json")
-"""Suffixes of data files, preferred first: a data set's files with the most preferred one are read."""
+"""Suffixes of data files, preferred first: only files with a data set's first such suffix are read."""
 NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json")
 PROGRESS_S = 10.0
 SPLITS = {
@@ -265,7 +265,7 @@ def _progress(blobs: Path, total: float, tell: Tell) -> Iterator[None]:
 
 
 def is_of_model(name: str, weights: bool = True) -> bool:
-    """True if a file of a hub model's folder is read."""
+    """True if roll_lite reads this file of a model."""
     return name.endswith(MODEL_FILES) or (weights and fnmatchcase(name, WEIGHTS))
 
 

@@ -183,7 +183,7 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Structure of a field's type. `variants`: its section classes, empty for a plain value. `container`: dict or list of them, if any."""
+    """Structure of a field's type. `variants`: section classes, empty for plain values. `container`: dict or list, for a collection."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None

@@ -76,7 +76,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Report a training folder that contains validation files, since held-out rows would train; except if the folder itself is also
+    """Report a training folder that contains validation files, which would be trained on, unless the folder itself is also
     validation data."""
     train, held_out = paths_of(domain.data.train), paths_of(domain.data.validation)
     for folder in [one for one in train if is_folder(one) and one not in held_out]:

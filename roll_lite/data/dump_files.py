@@ -51,8 +51,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Return {step: dump file}; ValueError without any. `path`: a folder of dumps, or of a run. Earlier dumps of a resumed run come from
-    the runs before."""
+    """Return {step: dump file}; ValueError without any. `path`: a folder of dumps, or of a run. A resumed run's earlier dumps come from
+    its predecessors."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"

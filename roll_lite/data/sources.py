@@ -80,8 +80,8 @@ def _folder(folder: Path) -> list[Path]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Raise ValueError if the files may be of several splits: their names state different splits, or none and differ in more than digits
-    and punctuation. Held-out rows could be trained on."""
+    """Raise ValueError if the files may be of several splits: their names state different splits, or state none and differ in letters.
+    Otherwise held-out rows might be trained on."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))

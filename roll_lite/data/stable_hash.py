@@ -12,5 +12,5 @@ def stable_hash(*parts: object) -> int:
 
 
 def derived_seed(run_seed: int, purpose: str, *parts: object) -> int:
-    """Seed for one use of random numbers. Sums such as `seed + step` would collide between runs. 31 bits: Megatron-Core adds the rank."""
+    """Seed for one use of random numbers. Sums like `seed + step` would collide between runs. 31 bits, as Megatron-Core adds the rank."""
     return stable_hash(run_seed, purpose, *parts) >> 32

@@ -33,7 +33,7 @@ LINK = "look at this link: its interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME
 
 
 class NodeWorker(Worker):
-    """Process on a node; those of all nodes form a process group."""
+    """Process on each node; together they form a process group."""
 
     def check(self, run_folder: Path) -> list[Diagnosis]:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from workers that reserve none

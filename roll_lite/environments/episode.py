@@ -138,7 +138,7 @@ class Policy:
         self._ask = ask
         self._last: np.ndarray | None = None
         self._cancelled = False
-        """True if the environment cancelled a response, whose tokens are then lost to it."""
+        """True if the environment cancelled a response: further requests are refused."""
         self._rewards: list[float] = []
         self._seconds = 0.0
         self._begun = self._since = asyncio.get_running_loop().time()

@@ -82,7 +82,7 @@ class ChatRenderer:
         return self._text.encode(self._render(self._guarded(messages), self._tools, prompt=True), start=True)
 
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between a response and the next: the end of the assistant's message, unless the response has it, the new
+        """Return the tokens between a response and the next: the end of the assistant's message (unless in the response), the new
         messages, and the generation prompt."""
         ids = self._text.encode(self._following(self._guarded(messages)))
         last = response_ids[-1] if response_ids else None

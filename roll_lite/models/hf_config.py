@@ -34,7 +34,7 @@ class ModelShape:
     tied_embeddings: bool
     window: int | None
     experts: int | None = None
-    """Number of experts; None for dense models, or if config.json gives it an unknown name."""
+    """Number of experts; None for dense models, or if the field in config.json is unknown."""
     expert_feed_forward: int | None = None
 
 
@@ -55,7 +55,7 @@ class RopeConfig:
     linear_factor: float | None = None
     """Factor by which positions are divided; None: no linear scaling."""
     llama3: Mapping[str, float] | None = None
-    """LLAMA3_FIELDS of Llama 3's scaling."""
+    """Llama 3's LLAMA3_FIELDS; else None."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Check the fields of config.json.
 
-Unknown fields are refused: they might change the model. A field is ignored only if engines ignore it, which read more fields than
+Unknown fields are refused: they might change the model. A field is ignored only if engines ignore it: they read more fields than
 transformers (vLLM: is_causal, layer_types).
 """
 
@@ -72,7 +72,7 @@ _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 POLICY_HEADS = ("ForCausalLM",)
-"""Class-name endings of architectures that generate text. Engines would load others without generation."""
+"""Class-name endings of architectures that generate text; with others, engines would not generate."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),

@@ -142,7 +142,7 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show validation results in the columns of the step's line if that is the last one, else as sentences."""
+        """Show validation results in columns under the step's line if `step` is the latest, else as sentences."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}
         if k is not None:

@@ -27,7 +27,7 @@ Records = Mapping[int, Mapping[str, float]]
 
 @contextmanager
 def drawing(path: Path, size: tuple[float, float], **pads: Any) -> Iterator[Any]:
-    """Yield a figure of `size` (inches); the block's end writes it to `path`, replaced atomically."""
+    """Yield a figure of `size` (inches); after the block, write it to the file `path` atomically."""
     # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

@@ -35,7 +35,7 @@ class Finding:
 class Sign:
     name: str
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """Test of a step's metrics, given those of earlier steps: the latest REMEMBERED, and the first with an entropy."""
+    """Test of a step's metrics. Second argument: metrics of the first step with an entropy and of the latest steps."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
     in_a_row: int = IN_A_ROW

@@ -34,8 +34,8 @@ class MetricSums:
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
         """Add a value; for a mean, the sum over `count` items.
 
-        `label`: the value's domain, phase or role (see `Metric.by`), or ALL_DOMAINS. `part`: reward term or subset of the domain's samples,
-        recorded apart: the domain's own value needs another call.
+        `label`: the value's domain, phase or role (see `Metric.by`), or ALL_DOMAINS. `part`: reward term or subset of the domain's samples
+        that has this value: the whole domain's needs another call.
         """
         metric = metric_of(name)
         if label == ALL_DOMAINS and metric.by == "domain":

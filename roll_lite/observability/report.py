@@ -123,7 +123,7 @@ class LivePicture:
 
 
 class LiveReport:
-    """Starts a low-priority process that writes report.html every `every` steps (0: never), unless the last one still runs."""
+    """Starts a low-priority process that writes report.html every `every` steps (0: never), unless one still runs."""
 
     def __init__(self, folder: Path, every: int) -> None:
         self._folder = folder

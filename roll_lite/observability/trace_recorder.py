@@ -6,8 +6,8 @@ import torch
 
 
 class TraceRecorder:
-    """Profiler of the starting thread's CPU operations and backward passes, and of all GPU kernels of the process. Failures are returned,
-    since they must not end a run."""
+    """Profiler of the process's GPU kernels, and of CPU operations and backward passes of the thread that starts it. Failures are
+    returned, as they must not end a run."""
 
     _recording: torch.profiler.profile | None = None
 

@@ -464,7 +464,7 @@ def shown_settings(settings: Mapping[str, Any], environment: Mapping[str, str]) 
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, known: Mapping[str, str] | None = None) -> list[Tracker]:
-    """Build the run's trackers. `known`: {tracker: the resumed run's id at its service}, to continue under."""
+    """Build the run's trackers. `known`: {tracker: the resumed run's id at its service}, which is kept."""
     known = known or {}
     built: list[Tracker] = []
     for index, config in enumerate(configs):

@@ -118,8 +118,8 @@ def nodes_never_cut() -> set[str]:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def strike(place: Place, action: str, draw: float, seconds: float) -> None:
-    """Kill, stop or slow a process, or cut off this node. `draw`, random in [0, 1), selects the process at `place` or a descendant.
-    `seconds`: of slowing or cutting."""
+    """Kill, stop or slow a process, or cut off this node. `draw` in [0, 1) selects the process at `place` or a descendant.
+    `seconds`: duration of slow or cut."""
     if action == "cut":  # own session, so that the cut ends even if Ray ends this process, as after long cuts
         subprocess.run(["sh", "-c", CUT, str(seconds)], start_new_session=True, check=False)
         return

@@ -32,7 +32,7 @@ DRAIN_SECONDS = 3.0
 
 @dataclass
 class _Start:
-    """Engine that is starting. `calls`: Ray calls, first comparisons of new nodes, then `initialize`, `place`."""
+    """Engine that is starting. `calls`: Ray calls, in this order: node comparisons, `initialize`, `place`."""
 
     calls: list[ray.ObjectRef]
     compared: set[str] = field(default_factory=set)

@@ -167,8 +167,8 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 
 
 def require_same(drivers: View, versions: Mapping[str, str], driver: str, role: str) -> None:
-    """Raise ValueError if this node's files or package versions differ from the driver's node: `drivers` (files that `role` reads) and
-    `versions` (packages). `driver`: its address."""
+    """Raise ValueError if files that `role` reads, or package versions, differ here from those of the driver's node (`drivers`,
+    `versions`). `driver`: that node's address."""
     here = ray.util.get_node_ip_address()
     views = {driver: drivers, here: View(None, {reader: reader.files() for reader in drivers.files})}
     facts = {address: node_facts.NodeFacts(own, 0.0, 0.0, {}) for address, own in ((driver, versions), (here, node_facts.installed()))}

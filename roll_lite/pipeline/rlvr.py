@@ -404,7 +404,7 @@ class RLVRPipeline:
 
     @property
     def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | Agreement | SupervisedRows]:
-        """Driver objects whose state checkpoints save, besides `steps_done` and `version`."""
+        """Driver objects with state in checkpoints, besides `steps_done` and `version`."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
             "shaping": self.shaping,

@@ -29,8 +29,8 @@ CLOSING_S = 60
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """Yield problems with paths that leave the current folder, and relative ones of KEPT, since Ray deletes the job's copy.
-    `written`: settings with relative paths kept. `folder`: of the configuration."""
+    """Yield a problem for each `../` path and each relative path of a setting in KEPT, since Ray deletes the job's copy.
+    `written`: settings, paths as given. `folder`: the configuration's folder."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))

@@ -72,7 +72,7 @@ class WeightSync:
         self._version: int | None = None
         """Version last sent; None before the first `push` and after the loss of a training rank: the next `push` sends all."""
         self._transfer: list[Pending[Any]] = []
-        """Calls of both sides in the latest transfer; another role's loss may have left them in flight."""
+        """Engines' and trainers' calls in the latest transfer; in flight if another role was lost then."""
 
     @property
     def version(self) -> int:

@@ -177,8 +177,8 @@ def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
 
 
 def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Iterator[RunConfig]:
-    """Yield the configuration with the engines' given tensor_parallel, and with the fastest other one; neither if its KV cache cannot hold
-    a sample of maximum length."""
+    """Yield the configuration with two values of the engines' tensor_parallel: given, then fastest, of those whose KV cache holds
+    the longest sample."""
     seconds: dict[int, float] = {}
     given, engines = config.actor_infer.strategy.tensor_parallel, len(device_numbers(config.actor_infer.devices))
     for parallel in {1, 2, 4, 8, given}:

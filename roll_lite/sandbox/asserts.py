@@ -36,7 +36,7 @@ class _Aborted(BaseException):
 
 
 class Remote:
-    """Proxy in the tests' process of one of the program's functions, classes or objects. `at`: its address there: a function's or class's
+    """Proxy in the tests' process of one of the program's functions, classes or objects. `at`: its target: a function's or class's
     name, an object's number, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class Solution."""
 
     def __init__(self, tests: Tests, at: str | int | list[Any]) -> None:

@@ -142,7 +142,7 @@ class Usage:
         return seen + self._unseen_s if self._group is None else max(seen, self._group.cpu_s())
 
     def _in_sockets(self) -> int:
-        """Upper bound of the program's socket buffers, which the kernel charges to no process. 0 without namespaces, where other programs'
+        """Upper bound of the program's socket buffers, which are charged to no process. 0 without namespaces, as other programs' buffers
         would count."""
         if not self._namespaces:
             return 0

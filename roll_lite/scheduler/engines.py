@@ -190,6 +190,6 @@ class BatchedEngine(ABC):
 
 
 def leaving(nodes: Mapping[int, Set[str]], draining: Set[str]) -> Sequence[int]:
-    """Return the engines on draining nodes, but not the first if these are all. `nodes`: {serving engine's number: its nodes}."""
+    """Return the engines on draining nodes; if all engines are, omit the first. `nodes`: {serving engine's number: its nodes}."""
     doomed = [engine for engine, own in nodes.items() if own & draining]
     return doomed if len(doomed) < len(nodes) else doomed[1:]

@@ -21,8 +21,8 @@ def group_line(
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """Return the line of an ended group. `row`: (epoch, prompt). `batches_requested`: at its admission. `continues`: dropped group whose
-    prompt it started again."""
+    """Return the line of an ended group. `row`: (epoch, prompt). `batches_requested`: at its admission. `continues`: dropped group that
+    this one starts again."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

@@ -152,7 +152,7 @@ class BatchPlan:
             self._places += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last requested batch: a resumed run starts prompts of later ones again."""
+        """Return the state after the last requested batch: a resumed run restarts prompts of later batches."""
         return self._handed_out
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

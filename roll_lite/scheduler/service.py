@@ -223,7 +223,7 @@ class RolloutService:
     # ------------------------------------------------------------ validation
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, Sampling]) -> RolloutResult:
-        """Generate and score all validation prompts beside training batches. Failures are reported, not replaced."""
+        """Generate and score all validation prompts beside training batches. Failed samples are not replaced."""
         assert self._validation is None, "one validation at a time"
         recorder = Recorder(self._domains, self._time())
         domains = list(self._domains.values())

@@ -45,7 +45,7 @@ class SavedSample:
     attempt: int
     transcript: Transcript
     outcome: SampleOutcome | None = None
-    """Outcome; None in the first response (finish reason ABORT) and while waiting for the score."""
+    """Outcome; None during the first response (finish reason ABORT) and until the score."""
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False

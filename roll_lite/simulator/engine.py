@@ -275,7 +275,7 @@ class SimulatedEngine:
                 self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
-        """Add a request's prefill time; return the number of cached prompt tokens, which take none."""
+        """Add a request's prefill time; return how many prompt tokens are cached, so take no time."""
         held = run.prompt - run.asked.request.resumed_tokens - 1 if self._prefixes[run.prefix] > 0 else 0
         self._prefixes[run.prefix] += 1
         tokens = run.prompt + self._tokens(run) - held

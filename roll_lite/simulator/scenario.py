@@ -76,8 +76,8 @@ class Scenario:
 
     @property
     def mean_slots(self) -> int:
-        """Mean number of requests for which an engine has slots and KV cache. Responses count as half done, and longer ones more, as they
-        run longer."""
+        """Mean number of requests for which an engine has slots and KV cache. Responses count as half done, weighted by length (running
+        time)."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots

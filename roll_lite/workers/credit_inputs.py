@@ -28,7 +28,7 @@ class SampleTable:
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: torch.Tensor
-    """[B] int64: index here of each local row's sample. `everyone.rewards[everyone.local]` are the rows' rewards."""
+    """[B] int64: each local row's index in this table. `everyone.rewards[everyone.local]` are the rows' rewards."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class JudgeServer:
         return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name)
 
     async def take_over(self, address: JudgeAddress) -> None:
-        """Take over the address of a lost worker's server: reward workers know no other."""
+        """Take over the address of a lost worker's server: reward workers keep using it."""
         host, port = address.urls[0].removeprefix("http://").removesuffix("/v1").rsplit(":", 1)
         if host != self._host:
             raise MemberLost(f"{self.name} is lost with its node, and rewards know no other address than {address.urls[0]}")
@@ -152,7 +152,7 @@ class JudgeWorker(AsyncWorker):
         return self._server.address
 
     async def initialize(self, before: Sequence[JudgeAddress] | None = None) -> None:
-        """Start the server. `before`: after a restart, the judge's former addresses by rank; its own is taken over."""
+        """Start the server. `before`: after a restart, the judge's former addresses by rank; this rank's is kept."""
         if before is not None:
             await self._server.take_over(before[self.rank])
         await self._fleet.start()

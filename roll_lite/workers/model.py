@@ -81,7 +81,7 @@ class Update:
     ratios: np.ndarray | None = None
     """Histogram of the log-ratios of new to old policy, [domains, bins]; None for the critic."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Log-prob differences between engine and trainer; in the first update, if not measured before training."""
+    """Log-prob differences between engine and trainer: only in the first update, and if not measured before."""
     row_losses: dict[int, float] = field(default_factory=dict)
     """{sample number: loss} of this rank's rows, to find faulty rows; in the first of a series of skipped updates."""
 

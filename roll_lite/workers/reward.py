@@ -21,7 +21,7 @@ from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 BATCH_SECONDS = 0.05
 """Target seconds of one call: longer than its overhead, but short, since results wait for the whole call."""
 SLICE_SECONDS = 0.5
-"""Seconds after which a call returns with finished samples: a hanging one must not delay its batch."""
+"""Seconds after which a call returns with finished samples: a hanging one must not delay the rest."""
 MOST_SAMPLES = 64
 """Maximum samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0

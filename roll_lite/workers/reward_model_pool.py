@@ -199,7 +199,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size * sum(len(ranks.copies) for ranks in self._fleet.members)
 
     async def rest(self) -> None:
-        """Wait until all samples are scored. With `offload: true`, offload the model until the next one."""
+        """Wait until all samples are scored, then offload the model; do nothing with `offload: false`."""
         if not self._config.offload or not self._fleet.is_tended:
             return
         while self._open:

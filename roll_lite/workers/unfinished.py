@@ -23,7 +23,7 @@ from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_re
 
 
 def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str], fetch: Fetch) -> bytes:
-    """Return a Parquet file of the samples in `found`, {group: {index: sample}}, without any that have no tokens or lost some."""
+    """Return a Parquet file of the samples in `found`, {group: {index: sample}}, except any without tokens or with lost ones."""
     samples = [(group, index, one) for group, of_group in found.items() for index, one in of_group.items()]
     references = list(dict.fromkeys(row.block for *_, one in samples for row in _rows_of(one)))
     blocks = {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}
@@ -116,8 +116,8 @@ def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto
 
 
 def _with_turns(sample: SavedSample, records: list[TokenRecord], columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedSample:
-    """Store the tokens of an unfinished episode's turns; return the sample with references to them. A turn's row: earlier tokens of the
-    conversation, then the turn's. `records`: the turns' own input and response."""
+    """Store the tokens of an unfinished episode's turns; return the sample with references to them. A turn's row: all tokens of its
+    conversation up to its end. `records`: each turn's own input and response."""
     whole: dict[int, TokenRecord] = {}
     for saved, own in zip(sample.turns, records, strict=True):
         before = [] if saved.after is None else [whole[saved.after].masked() if saved.branches else whole[saved.after]]

@@ -40,8 +40,8 @@ class AdaptiveKlConfig(Section):
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target of KL(policy || reference), in nats per token. kl_in_reward measures it with its estimator, or k3 if that is abs; kl_in_loss
-    with k3, or full if configured."""
+    """Target of KL(policy || reference), in nats per token. kl_in_reward measures it with its `estimator` (k3 for abs), kl_in_loss
+    with k3, or with full if configured."""
     horizon: PositiveFloat = 10000.0
     """Samples over which the coefficient changes by at most 20%; larger is slower."""
 

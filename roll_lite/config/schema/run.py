@@ -48,7 +48,7 @@ class RayConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Assignment of devices to roles. A role without `devices` gets as many as the roles that it shares with. Roles on the same devices
+    """Assignment of devices to roles. A role without `devices` gets as many as others on the same devices. Roles on the same devices
     take turns (`offload: true`), except under by_role; judges never share. `placement: colocated` is short for `{name: colocated}`."""
 
     name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
@@ -213,7 +213,7 @@ class LimitsConfig(Section):
     delay answers."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
     """Time limit of an engine's forward pass; an engine beyond it is lost. It is 40 times as high until the engine's first response with
-    each kind of sampling has ended, and never below 4 times its longest pass so far. auto: 7 with GPUs, 300 without."""
+    each kind of sampling has ended, and never below 4 times the longest pass so far. auto: 7 with GPUs, 300 without."""
 
 
 Victim = Literal["actor_train", "critic", "reference", "actor_infer", "rollouts", "rewards", "environments", "reward_models", "judges"]
@@ -237,7 +237,7 @@ class ChaosConfig(Section):
     most: PositiveInt | None = None
     """Maximum faults."""
     seed: int = 0
-    """Seed for time, kind and victim of every fault (one of the processes that run then)."""
+    """Seed for time, kind and victim (one of the running processes) of every fault."""
 
 
 LONGEST_NAME = 200

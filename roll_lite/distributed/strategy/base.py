@@ -343,7 +343,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Receive and load one bucket. `following`: routes of the next, which may already arrive."""
+        """Receive and load one bucket. `following`: routes of the next one, to receive it early."""
 
     @abstractmethod
     async def finish_weight_update(self, version: int) -> dict[str, float]:

@@ -65,7 +65,7 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key of `interrupt`'s new epoch; member 0 of a group writes the group's to _EPOCH. The larger counts. Each key has one writer,
+"""Store key that `interrupt` sets to a new epoch; a group's member 0 sets _EPOCH. The larger epoch counts. Each key has one writer,
 and grows."""
 _CLOSED = "closed"
 _OPENED = "opened/"

@@ -67,12 +67,12 @@ class Session(Protocol):
         ...
 
     def refused(self, why: str) -> None:
-        """Record that a request got an error, other than the one for an episode that is over."""
+        """Record that a request got an error, unless because the episode is over."""
         ...
 
 
 def as_sent(reply: ChatReply) -> ChatReply:
-    """Convert a reply to the form in which clients repeat it. A malformed tool call's text becomes the call's arguments or, without a name,
+    """Convert a reply to the form in which clients send it back. A malformed tool call's text becomes the call's arguments or, if unnamed,
     part of the content."""
     message, calls, texts = reply.message, list[Message](), [reply.message.get("content")]
     for call in message.get("tool_calls") or ():

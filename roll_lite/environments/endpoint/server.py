@@ -30,7 +30,7 @@ APIS: dict[str, type[ApiRequest]] = {
 MAX_BODY_BYTES = 16 * 2**20
 MAX_AT_ONCE = 64
 PING_SECONDS = 15.0
-"""Interval of comments to a streaming client that waits for a response. The first opens the stream: a failure before it can still set the
+"""Interval of comments to a streaming client that waits for a response. The first one opens the stream; before it, a failure can set the
 HTTP status."""
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"}
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "roll_lite"}]}

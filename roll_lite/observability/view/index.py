@@ -119,8 +119,8 @@ class SampleIndex:
         self.changes += 1
 
     def page(self, given: Given, sort: str, start: int, count: int) -> list[dict[str, Any]]:
-        """Return `count` samples matching the filters `given`, from number `start` on. `sort`: a column of NUMBERS; after `-`, largest
-        first."""
+        """Return `count` samples matching the filters `given`, from number `start` on. `sort`: a column of NUMBERS; with `-`:
+        descending."""
         column, order = sort.removeprefix("-"), "DESC NULLS LAST" if sort.startswith("-") else "ASC NULLS LAST"
         if column not in NUMBERS:
             raise ValueError(f"sort: {sort!r} is none of {', '.join(NUMBERS)}")

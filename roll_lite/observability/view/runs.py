@@ -104,7 +104,7 @@ class Run:
             yield {**record, "kind": name.partition("_")[0], "credit": credit.get((record["group"], record["index"]))}
 
     def tokens(self, step: int, group: int) -> dict[int, list[dict[str, Any]]]:
-        """Tokens of a group's samples, {sample index: one dictionary per training row}. Its lists have an entry per token: `texts`,
+        """Tokens of a group's samples, {sample index: one dictionary per training row}. Keys, each with a list by token: `texts`,
         `chosen` (True if by the policy), and recorded columns of PER_TOKEN."""
         batch = self.folder / "batches" / f"step_{step:06d}"
         rows: dict[int, list[dict[str, Any]]] = {}

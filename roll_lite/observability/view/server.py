@@ -46,7 +46,7 @@ ANSWERS: dict[str, Callable[[Run, Given], Any]] = {
 
 
 class Viewer:
-    """Answers requests about the runs at `places`; a request for the list finds new ones."""
+    """Answers requests about the runs at `places`; a request for all runs finds new ones."""
 
     def __init__(self, places: Sequence[Path]) -> None:
         self._places = places

@@ -58,8 +58,8 @@ def write_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save a checkpoint to a shared folder (collective); return this rank's files. `model`: facts that loading compares. `writer`: of the
-    tensors, to STATE_FOLDER."""
+    """Save a checkpoint to a shared folder (collective); return this rank's files. `model`: facts that loading compares. `writer` writes
+    tensors to STATE_FOLDER."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -200,7 +200,7 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    """Save strategy that writes from this process. Megatron's forks, which can hang with threads of Ray, gloo and CUDA."""
+    """Save strategy without a fork. Megatron's strategy forks, and may then hang with threads of Ray, gloo and CUDA."""
 
     def __init__(self, writer: FileSystemWriter) -> None:
         super().__init__("torch_dist", 1)

@@ -101,7 +101,7 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """Write the index of all ranks' files on the coordinating rank. Return {its path: its record} there, else {}."""
+        """Write the index of all ranks' files on the coordinating rank. Return {index path: record} there, else {}."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)
@@ -111,7 +111,7 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Save by a background process. `files`: this rank's; those already written are flushed and recorded. `finish` is collective."""
+    """Save by a background process. `files`: this rank's files; existing ones are flushed and recorded. `finish` is collective."""
 
     def __init__(self, folder: Path, files: Sequence[Path], writer: StagedWriter) -> None:
         super().__init__(folder)

@@ -1,6 +1,6 @@
 """Make Megatron-Core run without CUDA: `install()` adds an import hook that rewrites modules.
 
-EXPECTED maps modules to numbers of rewrites. If upstream has changed and one differs, the import fails.
+EXPECTED maps modules to numbers of rewrites. If a number differs (upstream changed), the import fails.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def _nbytes(tensor: _Described) -> int:
 
 
 def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_owners: int = 1) -> list[list[_Described]]:
-    """Order the buckets for sending: one of each owner in turn, so that an owner gathers while engines load the previous one. With several
-    `expert_owners`, buckets are smaller (see `bucket_limit`), and those of experts end with a layer."""
+    """Order buckets for sending: one of each owner in turn, so that an owner gathers while engines load another's bucket. With several
+    `expert_owners`, buckets are smaller (see `bucket_limit`), and expert buckets end with a layer."""
     of_experts = [tensors for tensors in owned if tensors and _layer(tensors[0])]
     share = max((sum(_nbytes(one) for one in tensors if _layer(one) == _layer(tensors[0])) for tensors in of_experts), default=0)
     limit = whole_layers = bucket_bytes

@@ -1,4 +1,4 @@
-"""Decoder layers of Megatron's and torch's modules or of Transformer Engine's, with our attention over packed rows and value head."""
+"""Decoder layers from modules of Megatron and torch or of Transformer Engine, with our value head and attention over packed rows."""
 
 from __future__ import annotations
 

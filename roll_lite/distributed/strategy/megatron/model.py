@@ -94,7 +94,7 @@ def _pipeline_layout(layers: Sequence[int]) -> list[list[str]]:
 
 
 class RollModel(GPTModel):
-    """Pipeline stage, or its chunk under virtual pipelining. The last returns hidden states [N, hidden] or values [N] at N requested
+    """Pipeline stage (or chunk of a stage). The last stage (chunk) returns hidden states [N, hidden] or values [N] at N requested
     positions."""
 
     def __init__(

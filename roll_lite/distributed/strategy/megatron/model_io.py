@@ -27,11 +27,11 @@ class ModelInput:
     """[1, tokens]: packed rows. With context parallelism, fields other than micro_batch are this rank's part."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N + E]: indices of the N tokens with a result and, for final values, of E rows' last tokens."""
+    """[N + E]: indices of N tokens with a result and, for output `final_value`, of E rows' ends."""
     slots: torch.Tensor
     """[N]: index of each result in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
-    """[E]: row of each last token in `positions`; E = 0 without final values."""
+    """[E]: row of each row end in `positions`; E = 0 without `final_value`."""
     targets: torch.Tensor
     micro_batch: MicroBatch
     """Padded rows for the loss; empty on a rank that only joins collectives."""
@@ -49,8 +49,8 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """Build the model's inputs, one per micro-batch. `columns`: read by the loss; None: all. `ends`: results at rows' last tokens too.
-    `experts`: None for dense models. `record`: expert choices too."""
+    """Build the model's inputs, one per micro-batch. `columns`: those the loss reads; None: all. `ends`: add results at rows' ends.
+    `experts`: None for dense models. `record`: keep expert choices."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.tokens_divisor, device, columns, ends)

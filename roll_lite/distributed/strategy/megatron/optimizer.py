@@ -77,8 +77,8 @@ class Optimizer:
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        """Finish created or loaded states: moments on the host (if configured), torch's fused AdamW (if available), a step counter per
-        parameter."""
+        """Finish new or loaded states: move moments to the host (if set), use fused AdamW (if available), give each parameter its own
+        counter."""
         for step in self._host_steps:
             step.keep_moments()
         is_fused = not self.on_host and current_device().type in FUSED_ON

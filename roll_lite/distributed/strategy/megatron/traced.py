@@ -50,7 +50,7 @@ class RankMemory:
     update: int = 0
     forward: int = 0
     inputs: int = 0
-    """Input tensors of one micro-batch; a pass holds those of all."""
+    """Inputs of one micro-batch; a pass holds every micro-batch's."""
     kv_cache: int = 0
     send_buffers: int = 0
     """Buffers kept between weight updates, even if the role is offloaded."""

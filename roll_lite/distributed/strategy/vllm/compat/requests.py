@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ADAPTERS = 1
 STOP_IDS = 120
-"""Maximum `stop_token_ids` with `min_tokens`: vLLM's GPU sampler has room for 128 with end tokens; beyond, the engine dies."""
+"""Maximum `stop_token_ids` with `min_tokens`: vLLM on GPUs dies with more than 128, end tokens included."""
 
 
 def adapters_request() -> LoRARequest:
