@@ -154,7 +154,7 @@ class Checkpoints:
             wanted[name] = record(folder / name)
         flush(folder / name for name in new)
         write_list(folder, wanted)
-        flush([folder / LIST_FILE, folder])
+        flush([folder])
         with reaching(checkpoint):
             for name in (*new, LIST_FILE) if self._in_store else ():
                 upload(folder / name, checkpoint / name)

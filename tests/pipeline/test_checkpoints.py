@@ -21,7 +21,14 @@ from roll_lite.files import FileRecord, record
 from roll_lite.pipeline import checkpoint as checkpoint_module
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints, expect_files
-from roll_lite.pipeline.checkpoint_files import DamagedCheckpoint, finished_checkpoints, known_tracker_ids, resumption
+from roll_lite.pipeline.checkpoint_files import (
+    DamagedCheckpoint,
+    finished_checkpoints,
+    known_tracker_ids,
+    read_list,
+    resumption,
+    write_list,
+)
 from roll_lite.pipeline.clusters import Models
 from roll_lite.pipeline.rlvr import RLVRPipeline
 
@@ -157,12 +164,17 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts(config: RunConfig, tmp_pat
 
     note("fsync", os.fsync)
     note("rename", os.rename)
+    note("replace", os.replace)
     whole = Checkpoints(config, tmp_path).save(parts("actor_train"), ROLLOUTS, {"steps_done": 1})
     draft = whole.with_suffix(".partial")
     renamed = done.index(("rename", draft))
     flushed = {path for _, path in done[:renamed]}
     assert {draft, draft / "actor_train", draft / "state.json", draft / "files.json"} <= flushed, "its ranks flush their files"
     assert done[renamed + 1 :] == [("fsync", whole.parent)]
+    done.clear()
+    write_list(whole, read_list(whole))
+    draft = whole / f"files.json.{os.getpid()}.partial"
+    assert done[-2:] == [("fsync", draft), ("replace", draft)], "the list of a finished one is replaced by one that is on the disk"
 
 
 def test_the_next_one_waits_for_the_last_one_and_so_does_the_end(asynchronous: RunConfig, tmp_path: Path) -> None:
