@@ -27,6 +27,7 @@ from roll_lite.pipeline.checkpoint_files import (
     known_tracker_ids,
     read_list,
     resumption,
+    settled,
     write_list,
 )
 from roll_lite.pipeline.clusters import Models
@@ -363,6 +364,26 @@ def test_a_run_that_goes_on_in_its_folder_passes_a_damaged_one_over(config: RunC
     assert (folder / "state.json.damaged").exists() == left and len(finished_checkpoints(tmp_path)) == 1
     if left:
         assert checkpoints.newest is not None and checkpoints.newest.name == "step_000001", "it is named in the journal"
+
+
+@pytest.mark.parametrize("damaged", [[20], [18, 20]])
+def test_damaged_ones_that_auto_passed_over_do_not_take_the_place_of_good_ones(
+    config: RunConfig, tmp_path: Path, damaged: list[int]
+) -> None:
+    """As many are kept as are damaged."""
+    settings, roles = config.checkpoint.model_copy(update={"keep": 3, "resume": "auto"}), parts("actor_train")
+    auto = config.model_copy(update={"checkpoint": settings, "run_dir": tmp_path, "experiment": "demo"})
+    run = tmp_path / "demo/2026-01-01_00-00-00"
+    good, *bad = (Checkpoints(auto, run).save(roles, ROLLOUTS, {"steps_done": step}) for step in (10, *damaged))
+    for folder in bad:
+        (folder / "actor_train/weights").unlink()
+    resumed, _ = settled(auto.model_copy(update={"checkpoint": settings.model_copy(update={"keep": len(bad)})}))
+    assert resumed.checkpoint.source == good
+    checkpoints = Checkpoints(resumed, run)
+    checkpoints.load(roles, SOURCE)
+    assert all((folder / "state.json.damaged").exists() for folder in bad)
+    newer = checkpoints.save(roles, ROLLOUTS, {"steps_done": 15})
+    assert finished_checkpoints(run) == [good, newer][-len(bad) :] and resumption(run).checkpoint == newer
 
 
 def given_to(source: list[Any]) -> Any:
