@@ -135,8 +135,15 @@ class HistoryTracker(Tracker):
         # Each step brings its names as new strings, which together would take more memory than the numbers.
         self.records[step] = {**self.records.get(step, {}), **{sys.intern(name): value for name, value in metrics.items()}}
 
+    def repeat(self, step: int) -> None:
+        self.records = {number: record for number, record in self.records.items() if number < step}
+
     def restore(self, file: Path) -> None:
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        """Replace the records by those of `file`, if it exists."""
+        if not file.exists():
+            return
+        self.records = {}
+        for line in file.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             self.log(record.pop("step"), {name: math.nan if value is None else value for name, value in record.items()})
 

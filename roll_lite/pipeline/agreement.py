@@ -105,8 +105,8 @@ class Agreement:
         self._accepted: int | None = None
         self._past: dict[str, list[float]] = {}
         """{Age as text, such as "0 0" (JSON has no tuples as keys): mean log-prob difference in each earlier step}."""
-        self._exceeded: dict[tuple[Age, int], int] = {}
-        """{(age, engine): number of comparisons in a row in which the engine exceeded a limit}."""
+        self._exceeded: dict[str, int] = {}
+        """{age and engine as text, such as "0 0 1": number of comparisons in a row in which the engine exceeded a limit}."""
 
     def accept(self, version: int) -> None:
         self._accepted = version
@@ -175,12 +175,13 @@ class Agreement:
             if not is_current:
                 limits[f"rollout.max_mismatch, and {DRIFT:g} for each of {age[0]} update(s) since"] = bound + DRIFT * age[0]
             exceeded = {why: limit for why, limit in limits.items() if mean > limit}
+            place = f"{age[0]} {age[1]} {engine}"
             if not exceeded:
-                self._exceeded.pop((age, engine), None)
+                self._exceeded.pop(place, None)
                 usual.append((total, tokens))
                 continue
             why, limit = next(iter(exceeded.items()))
-            steps = self._exceeded[age, engine] = self._exceeded.get((age, engine), 0) + 1
+            steps = self._exceeded[place] = self._exceeded.get(place, 0) + 1
             if is_current or steps >= max(LASTING_STEPS, age[0] + 1) or mean >= SUDDEN:
                 who = f"actor_infer[{engine}]{WATCH.where('actor_infer', engine)}" if engine >= 0 else "several engines"
                 lasting = f", in {steps} steps in a row" if steps > 1 else ""
@@ -194,10 +195,11 @@ class Agreement:
             del past[:-MOST_STEPS]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"past": self._past, "is_first": self._is_first}
+        return {"past": self._past, "exceeded": self._exceeded, "is_first": self._is_first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._past, self._is_first = dict(state["past"]), state["is_first"]
+        self._past = {age: list(means) for age, means in state["past"].items()}  # a copy: `state` may be loaded again
+        self._exceeded, self._is_first = dict(state.get("exceeded", {})), state["is_first"]  # older checkpoints lack the former
 
 
 def _mean(sums: Iterable[tuple[float, int]]) -> float:

@@ -154,7 +154,7 @@ class Checkpoints:
             wanted[name] = record(folder / name)
         flush(folder / name for name in new)
         write_list(folder, wanted)
-        flush([folder / LIST_FILE, folder])
+        flush([folder])
         with reaching(checkpoint):
             for name in (*new, LIST_FILE) if self._in_store else ():
                 upload(folder / name, checkpoint / name)
@@ -264,8 +264,8 @@ class Checkpoints:
         return f"To be uploaded, in {self._run_folder / FOLDER} on the nodes of the ranks: {waiting or 'nothing'}"
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
-        """Verify and load the checkpoint of `checkpoint.resume`. Return the driver's state; None if the run starts anew. A damaged
-        checkpoint of the run's own folder is marked and the previous one loaded; DamagedCheckpoint without one."""
+        """Verify and load the checkpoint of `checkpoint.resume`. Return the driver's state; None if the run starts anew. Damaged
+        checkpoints of the run's own folder are marked and the previous one loaded; DamagedCheckpoint without one."""
         if self._config.checkpoint.source is None:
             return None
         for left in (self._run_folder / FOLDER).glob("*.partial"):  # by a process that was killed as it saved
@@ -278,6 +278,10 @@ class Checkpoints:
             except DamagedCheckpoint as error:
                 self.set_aside_newest(error)
         self._load_models(models, self.newest)
+        with reaching(self._home):
+            for later in finished_checkpoints(self._home) if self.continues_in_folder else ():
+                if steps_of(later) > self.newest_step:  # `settled` passed it over: `_remove_old` must not keep it instead of a good one
+                    set_aside(later)
         # Samples in flight are dropped if settings of generation or scoring have changed.
         copy = self._on_nodes(self.newest)
         listed = [name for name in read_list(copy) if name.startswith("unfinished")]

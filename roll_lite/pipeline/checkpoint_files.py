@@ -23,6 +23,7 @@ from roll_lite.files import (
     FileRecord,
     StoreUnreachable,
     elsewhere,
+    flush,
     is_file,
     is_folder,
     is_local,
@@ -32,6 +33,7 @@ from roll_lite.files import (
     record,
     remote_folder,
     remove_tree,
+    replacing,
     write_json,
 )
 from roll_lite.models.hf_config import check_same_model, read_hf_config
@@ -160,7 +162,9 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
-    write_json(checkpoint / LIST_FILE, {name: asdict(records[name]) for name in sorted(records)})
+    with replacing(checkpoint / LIST_FILE) as draft:
+        write_json(draft, {name: asdict(records[name]) for name in sorted(records)})
+        flush([draft])  # first: after a power loss, a finished checkpoint's list might be empty
 
 
 def read_list(checkpoint: Path) -> dict[str, FileRecord]:

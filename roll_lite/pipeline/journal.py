@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +98,8 @@ class Journal:
         self._trackers = Trackers([self.history])
         self._sums = MetricSums()
         self._first = self._steps = 0
-        self._tokens = {"prompt": 0, "response": 0, "trained": 0}
+        self._tokens = defaultdict[int, dict[str, int]](lambda: {"prompt": 0, "response": 0, "trained": 0})
+        """{step: tokens up to its end, since the driver started}."""
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
@@ -127,13 +128,9 @@ class Journal:
         """Collect the metrics of step `number` in the block; write them at its end."""
         self._sums = MetricSums()
         self._current, self._shaped, self._work = number, None, {}
-        tokens = dict(self._tokens)
-        try:
-            with self.timers.step():
-                yield
-        except BaseException:
-            self._tokens = tokens  # if the step is repeated, its tokens count once
-            raise
+        self._tokens[number] = dict(self._tokens[self._steps])  # if the step is repeated, its tokens count once
+        with self.timers.step():
+            yield
         self.processes()
         self._write_credit({})  # not written yet if nothing trains
         for label, seconds in self.timers.last.labelled().items():
@@ -272,8 +269,8 @@ class Journal:
                 add(f"rollout/filtered_{word}", domain.filtered[word], label=name)
             for term, total in domain.terms.items():
                 add("reward/term", total, domain.accepted, label=name, part=term)
-            self._tokens["prompt"] += domain.prompt_tokens
-            self._tokens["response"] += domain.response_tokens
+            self._tokens[self._current]["prompt"] += domain.prompt_tokens
+            self._tokens[self._current]["response"] += domain.response_tokens
         for role, memory in stats.memory.items():
             for phase, peaks in memory.items():
                 self._memory(role, phase, peaks)
@@ -398,7 +395,7 @@ class Journal:
         if updates.get("actor") and updates["actor"][0]:
             self._ratios([update for rank in updates["actor"] for update in rank if not update.result.skipped])
             sums_of = [update.result.metrics for update in updates["actor"][0] if not update.result.skipped]
-            self._tokens["trained"] += int(
+            self._tokens[self._current]["trained"] += int(
                 sum(value for sums in sums_of for name, value in sums.items() if name.startswith("actor/tokens#"))
             )
         if kl_coef > 0:
@@ -546,7 +543,7 @@ class Journal:
             steps=self._steps,
             resumed_after=self._first,
             wall_s=self.timers.wall(),
-            tokens=self._tokens,
+            tokens=self._tokens[self._steps],
             findings=self.health.findings.values(),
             exit_state=exit_state,
         )

@@ -89,7 +89,7 @@ class SkippedUpdates:
         return {role: asdict(series) for role, series in self._series.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._series = {role: SkippedSeries(**series) for role, series in state.items()}
+        self._series, self._too_long = {role: SkippedSeries(**series) for role, series in state.items()}, None
 
 
 def _described(role: str, series: SkippedSeries, with_ptx: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -212,6 +213,31 @@ def test_a_resumed_run_remembers_what_is_usual() -> None:
     resumed.load_state_dict(one.state_dict())
     with pytest.raises(DifferentModels, match="the median of the last 6 step"):
         current(resumed, 6, 0.005)
+
+
+def test_a_step_that_is_repeated_counts_once_and_steps_before_it_still_count() -> None:
+    """Its state is loaded as after the loss of a rank, each time the same one."""
+    one, resumed = agreement(), agreement()
+    for version in range(1, 4):
+        step(one, version, (0.004, 0, version - 1, version - 1))
+    saved = json.loads(json.dumps(one.state_dict()))
+    for repeated in (4, 5):
+        for _ in range(3):
+            resumed.load_state_dict(saved)
+            step(resumed, repeated, (0.148, 0, repeated - 1, repeated - 1))
+        saved = json.loads(json.dumps(resumed.state_dict()))
+    with pytest.raises(EnginesDiffer, match=", in 3 steps in a row"):
+        step(resumed, 6, (0.148, 0, 5, 5))
+
+
+def test_a_state_may_be_loaded_again_after_further_steps() -> None:
+    one = agreement()
+    current(one, 0, 3e-7)
+    saved = json.loads(json.dumps(one.state_dict()))
+    one.load_state_dict(saved)
+    current(one, 1, 6e-7)
+    assert saved["past"] == {"0 0": [3e-7]}, "it is the driver's and of the copy in memory"
+    one.load_state_dict({"past": saved["past"], "is_first": False})  # of an older checkpoint
 
 
 def test_domains_whose_log_probs_belong_to_another_distribution_are_left_out() -> None:

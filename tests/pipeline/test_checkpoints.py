@@ -21,7 +21,15 @@ from roll_lite.files import FileRecord, record
 from roll_lite.pipeline import checkpoint as checkpoint_module
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints, expect_files
-from roll_lite.pipeline.checkpoint_files import DamagedCheckpoint, finished_checkpoints, known_tracker_ids, resumption
+from roll_lite.pipeline.checkpoint_files import (
+    DamagedCheckpoint,
+    finished_checkpoints,
+    known_tracker_ids,
+    read_list,
+    resumption,
+    settled,
+    write_list,
+)
 from roll_lite.pipeline.clusters import Models
 from roll_lite.pipeline.rlvr import RLVRPipeline
 
@@ -157,12 +165,17 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts(config: RunConfig, tmp_pat
 
     note("fsync", os.fsync)
     note("rename", os.rename)
+    note("replace", os.replace)
     whole = Checkpoints(config, tmp_path).save(parts("actor_train"), ROLLOUTS, {"steps_done": 1})
     draft = whole.with_suffix(".partial")
     renamed = done.index(("rename", draft))
     flushed = {path for _, path in done[:renamed]}
     assert {draft, draft / "actor_train", draft / "state.json", draft / "files.json"} <= flushed, "its ranks flush their files"
     assert done[renamed + 1 :] == [("fsync", whole.parent)]
+    done.clear()
+    write_list(whole, read_list(whole))
+    draft = whole / f"files.json.{os.getpid()}.partial"
+    assert done[-2:] == [("fsync", draft), ("replace", draft)], "the list of a finished one is replaced by one that is on the disk"
 
 
 def test_the_next_one_waits_for_the_last_one_and_so_does_the_end(asynchronous: RunConfig, tmp_path: Path) -> None:
@@ -351,6 +364,26 @@ def test_a_run_that_goes_on_in_its_folder_passes_a_damaged_one_over(config: RunC
     assert (folder / "state.json.damaged").exists() == left and len(finished_checkpoints(tmp_path)) == 1
     if left:
         assert checkpoints.newest is not None and checkpoints.newest.name == "step_000001", "it is named in the journal"
+
+
+@pytest.mark.parametrize("damaged", [[20], [18, 20]])
+def test_damaged_ones_that_auto_passed_over_do_not_take_the_place_of_good_ones(
+    config: RunConfig, tmp_path: Path, damaged: list[int]
+) -> None:
+    """As many are kept as are damaged."""
+    settings, roles = config.checkpoint.model_copy(update={"keep": 3, "resume": "auto"}), parts("actor_train")
+    auto = config.model_copy(update={"checkpoint": settings, "run_dir": tmp_path, "experiment": "demo"})
+    run = tmp_path / "demo/2026-01-01_00-00-00"
+    good, *bad = (Checkpoints(auto, run).save(roles, ROLLOUTS, {"steps_done": step}) for step in (10, *damaged))
+    for folder in bad:
+        (folder / "actor_train/weights").unlink()
+    resumed, _ = settled(auto.model_copy(update={"checkpoint": settings.model_copy(update={"keep": len(bad)})}))
+    assert resumed.checkpoint.source == good
+    checkpoints = Checkpoints(resumed, run)
+    checkpoints.load(roles, SOURCE)
+    assert all((folder / "state.json.damaged").exists() for folder in bad)
+    newer = checkpoints.save(roles, ROLLOUTS, {"steps_done": 15})
+    assert finished_checkpoints(run) == [good, newer][-len(bad) :] and resumption(run).checkpoint == newer
 
 
 def given_to(source: list[Any]) -> Any:

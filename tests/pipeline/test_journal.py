@@ -402,6 +402,40 @@ def test_the_folder_shows_how_far_the_run_is(journal: Journal, tmp_path: Path) -
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("trackers", ["[{name: jsonl}]", "[]"])
+def test_a_run_that_goes_back_forgets_later_steps_and_their_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trackers: str) -> None:
+    monkeypatch.chdir(ROOT)
+    journal = Journal(load_config("tiny_grpo", ROOT / "examples/configs", [f"trackers={trackers}"]), tmp_path)
+    journal.connect()
+
+    def step(number: int) -> None:
+        with journal.step(number):
+            stats = RolloutStats({name: DomainStats(prompt_tokens=1, response_tokens=2) for name in ("add", "make", "repeat")}, wall_s=1.0)
+            journal.rollouts(rows_of([], {}), stats, 0, {})
+            journal.updates(number, {"actor": [[update(0.1)]]}, kl_coef=0.0)
+
+    def tokens() -> dict[str, int]:
+        found: dict[str, int] = json.loads((tmp_path / "summary.json").read_text())["tokens"]
+        return found
+
+    for number in (1, 2, 3):
+        step(number)
+    for number in (0, 1, 3):
+        journal._note(number, {"validation/accuracy": 0.25 * number})
+    journal.go_back(1)
+    assert sorted(journal.history.records) == [0, 1]
+    if (tmp_path / "metrics.jsonl").exists():
+        written = [line["step"] for line in records(tmp_path) if "validation/accuracy" in line]
+        assert [number for number, record in journal.history.records.items() if "validation/accuracy" in record] == written
+    with pytest.raises(ValueError, match="a rank"), journal.step(2):
+        journal.updates(2, {"actor": [[update(0.1)]]}, kl_coef=0.0)
+        raise ValueError("a rank")
+    step(2)
+    assert tokens() == {"prompt": 6, "response": 12, "trained": 80}
+    journal.close("interrupted")
+    assert tokens()["trained"] == 80
+
+
 @pytest.mark.parametrize("fails", ["_draw", "_summarize"])
 def test_trackers_are_closed_and_the_summary_is_written_whatever_else_fails(
     journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: str

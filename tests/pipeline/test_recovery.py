@@ -474,17 +474,6 @@ def test_the_journal_voids_the_update_lines_of_the_step_in_progress(tmp_path: Pa
     assert "its log ends with" in (tmp_path / "failure.txt").read_text()
 
 
-def test_tokens_of_a_step_that_is_repeated_count_once(tmp_path: Path) -> None:
-    from roll_lite.config.loading import load_config
-
-    root = Path(__file__).resolve().parents[2]
-    journal = Journal(load_config("tiny_grpo", root / "examples/configs", [f"model.path={root}/examples/models/tiny"]), tmp_path)
-    with pytest.raises(RankFailed), journal.step(1):
-        journal._tokens["prompt"] += 5
-        raise lost("actor_train")
-    assert journal._tokens["prompt"] == 0
-
-
 @pytest.mark.parametrize(("factor", "expected"), [(10.0, 700.0), (0.0, 3600.0)])
 def test_a_phase_that_lasts_much_longer_than_ever_counts_as_hung(monkeypatch: pytest.MonkeyPatch, factor: float, expected: float) -> None:
     now = 1000.0

@@ -120,6 +120,16 @@ def test_a_checkpoint_holds_the_count() -> None:
     assert "skipped/step_000001_actor_update_02" in str(error.value)
 
 
+def test_a_series_of_a_step_that_is_repeated_is_forgotten() -> None:
+    """A device that failed gave the skipped updates; its rank is lost in the same step."""
+    skipped = counted(3, [BROKEN])
+    before = skipped.state_dict()
+    skipped.count(2, {"actor": [[BROKEN, BROKEN]]})
+    skipped.load_state_dict(before)
+    skipped.count(2, {"actor": [[FINE, FINE]]})
+    skipped.check()
+
+
 # ---------------------------------------------------------------- in a run
 
 
