@@ -30,6 +30,8 @@ class RankFailed(RuntimeError):
         """True if the rank died or hung, so that a restart may help."""
         self.where = ""
         """Suffix " on ADDRESS" of messages; empty if the cluster has one node."""
+        self.others: tuple[RankFailed, ...] = ()
+        """Failures of other roles, noticed before this one was raised."""
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"

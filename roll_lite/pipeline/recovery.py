@@ -117,9 +117,10 @@ class Recovery:
                 work()
                 return
             except RankFailed as error:
-                if not self._source.judge_lost(error):
-                    self._require_restart(error)
-                losses.append(error)
+                for failure in (*error.others, error):
+                    if not self._source.judge_lost(failure):
+                        self._require_restart(failure)
+                    losses.append(failure)
             except DamagedCheckpoint as error:
                 if not losses:  # raised by the work itself, which loads no checkpoint
                     raise
@@ -141,7 +142,7 @@ class Recovery:
         """Restart the lost roles and return to the state after the last step. If trained weights are lost or unknown (`goes_back`), all
         trained models load the newest checkpoint or in-memory copy and repeat updates on the kept batches; if a batch is missing
         (`_rewinds`), whole steps are repeated. Phases have time limits, the whole has none."""
-        started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
+        started, reached = time.monotonic(), self.reached["steps_done"]
         roles, phase = {loss.role for loss in losses}, self._journal.timers.phase
         with phase("recovery"), WATCHDOG.uninterrupted():
             trained = list(self._checkpoints.stateful(self._models).values())
@@ -154,7 +155,8 @@ class Recovery:
             since = max(self._checkpoints.newest_step, copied) if goes_back else reached
             if any(step not in self._batches for step in range(since + 1, reached + 1)):
                 self._rewinds = self._service_is_lost = True
-            self._journal.rank_lost(failure, since, reached, "steps" if self._rewinds else "the updates of steps", 0 < copied == since)
+            for failure in (losses[-1], *losses[-1].others):
+                self._journal.rank_lost(failure, since, reached, "steps" if self._rewinds else "the updates of steps", 0 < copied == since)
             self._weights_are_known = not goes_back
             with phase("start"):
                 self._source.end_transfer()

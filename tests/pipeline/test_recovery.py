@@ -285,6 +285,20 @@ def test_a_rank_that_is_lost_during_recovery_begins_it_again() -> None:
     assert "rebuild reference" in story and story.count("rebuild actor_train") == 2
 
 
+@pytest.mark.parametrize("second", ["reference", "rollouts"])
+def test_two_losses_that_are_told_together_are_recovered_together(second: str) -> None:
+    pipeline = Pipeline(restarts=1)
+    first = lost("actor_train")
+    first.others = (lost(second),)
+    pipeline.fails = {"before training 1": [first]}
+    story = pipeline.run(1)
+    assert ["actor_train lost, 0 to 0", f"{second} lost, 0 to 0"] == story[1:3] and "rebuild actor_train" in story
+    assert ("rebuild reference" if second == "reference" else "service after 0") in story and story[-1] == "train 1"
+    pipeline.fails = {"before training 2": [lost(second)]}
+    with pytest.raises(RankFailed, match=f"{second} rank 1 failed .*after 1 restarts"):  # both have counted
+        pipeline.run(2)
+
+
 def fail_in(pipeline: Pipeline, owner: Any, name: str, failure: RankFailed) -> None:
     """Let a call fail once."""
     call, failures = getattr(owner, name), [failure]
