@@ -163,8 +163,12 @@ def pause(group: RankGroup, rank: int, waits_for: str) -> None:
 def _ready(refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
     if silent := WATCH.silent():
         group, rank, seconds = silent
-        ranks = [rank, *(other for other in range(len(group.actors)) if other != rank and not group.live_alone)]
-        _give_up(group, ranks, group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)", rank)
+        cause = f"nothing was heard of its process for {seconds:g} s (limits.silence)"
+        if rank in group.replaceable:
+            group.give_up(rank, cause)
+        else:
+            ranks = [rank, *(other for other in range(len(group.actors)) if other != rank and not group.live_alone)]
+            _give_up(group, ranks, group.phase, cause, rank)
     WATCH.run_errands()
     deaths = WATCH.deaths()
     both = [*refs, *deaths]

@@ -34,6 +34,8 @@ LOSS_SECONDS = 5.0
 """Seconds to wait after a failed transfer for news of a lost engine."""
 ANSWER_SECONDS = 30.0
 """Seconds after which an engine that does not answer an interrupted transfer counts as hanging."""
+END_SECONDS = 5.0
+"""Seconds for such an engine to report its end; then it is killed, since it may be stopped (SIGSTOP)."""
 
 
 class WeightSync:
@@ -201,10 +203,14 @@ class WeightSync:
         return [*said.values(), *of_trainers]
 
     def _give_up_silent(self, engines: Pending[dict[int, Transferred]], since: float, when: str) -> None:
-        if time.monotonic() - since > ANSWER_SECONDS:
-            for call in (call for call in engines.calls if not call.done):
+        silent_s = time.monotonic() - since
+        if silent_s > ANSWER_SECONDS:
+            for engine in (call.rank for call in engines.calls if not call.done and call.rank not in self._engines.lost):
                 cause = f"it hangs in {engines.phase}: no answer for {ANSWER_SECONDS:g} s {when}"
-                self._engines.actors[call.rank].give_up.remote(cause)
+                if silent_s < ANSWER_SECONDS + END_SECONDS:
+                    self._engines.actors[engine].give_up.remote(cause)
+                else:
+                    self._engines.group.give_up(engine, cause)
 
     def _lost(self, engines: Pending[dict[int, Transferred]], within_s: float = 0.0) -> bool:
         deadline = time.monotonic() + within_s
