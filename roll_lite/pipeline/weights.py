@@ -19,6 +19,7 @@ from roll_lite.distributed.cluster import Cluster, Pending, gather
 from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.inference.life import EngineMemory
+from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.distributed.weight_sync.group import Pushed, Transferred, interrupt, largest, rendezvous_client
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
 from roll_lite.distributed.weight_sync.update import require_equal, sample
@@ -109,7 +110,7 @@ class WeightSync:
         if in_flight := [calls for calls in self._transfer if not calls.done and calls.group.end is None]:
             self.break_off()
             self._plan = None
-            give_up = partial(self._give_up_silent, self._transfer[0], time.monotonic(), "after the transfer had broken off")
+            give_up = partial(self._give_up_silent, self._transfer[0], WATCHDOG.time(), "after the transfer had broken off")
             gather(*in_flight, poll=give_up)
         self._transfer = []
 
@@ -182,7 +183,7 @@ class WeightSync:
             broken = _broken(engines, trainers)
             failed.update({name: str(one.failure) for name, one in broken.items() if name not in failed and not one.stale})
             if interrupted is None and (broken or self._lost(engines)) and self._interrupts is not None:
-                interrupted = time.monotonic()
+                interrupted = WATCHDOG.time()
                 self._epoch += 1
                 interrupt(self._interrupts, self._epoch)  # otherwise the others wait for their timeout
             if interrupted is not None:
@@ -203,7 +204,7 @@ class WeightSync:
         return [*said.values(), *of_trainers]
 
     def _give_up_silent(self, engines: Pending[dict[int, Transferred]], since: float, when: str) -> None:
-        silent_s = time.monotonic() - since
+        silent_s = WATCHDOG.time() - since
         if silent_s > ANSWER_SECONDS:
             for engine in (call.rank for call in engines.calls if not call.done and call.rank not in self._engines.lost):
                 cause = f"it hangs in {engines.phase}: no answer for {ANSWER_SECONDS:g} s {when}"
