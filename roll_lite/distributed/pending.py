@@ -14,7 +14,16 @@ import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from roll_lite.distributed.failures import FleetDown, RankFailed, failure_text, is_connection_error, is_death, is_loss, may_be_aftermath
+from roll_lite.distributed.failures import (
+    FleetDown,
+    RankFailed,
+    failure_text,
+    is_connection_error,
+    is_death,
+    is_loss,
+    is_lost_object,
+    may_be_aftermath,
+)
 from roll_lite.distributed.liveness import is_stopped, name_of
 from roll_lite.distributed.place import Place, stopped_at
 from roll_lite.distributed.rank_group import WATCH, RankGroup
@@ -214,7 +223,9 @@ def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
 
 def _fail(group: RankGroup, rank: int, phase: str, error: BaseException, note: str = "") -> NoReturn:
     text = failure_text(error, group.log_file(rank)) + note
-    _end(group, RankFailed(group.name, rank, phase, text, is_death(error) or is_connection_error(error)))
+    failure = RankFailed(group.name, rank, phase, text, is_death(error) or is_connection_error(error) or is_lost_object(error))
+    failure.lost_object = is_lost_object(error)
+    _end(group, failure)
 
 
 def _end(group: RankGroup, failure: RankFailed) -> NoReturn:

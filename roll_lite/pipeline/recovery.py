@@ -2,8 +2,8 @@
 
 If a rank of a trained model is lost, all trained models load the newest checkpoint or in-memory copy, and repeat later updates on batches
 kept by the driver. If the rollout service is lost, it restarts in its state after the last step, but the kept batches' tokens are lost with
-it. If updates must be repeated too (a training rank was also lost, or weights were being updated), the run therefore goes back and repeats
-whole steps, generation included.
+it. It also restarts if a rank finds tokens lost, with an engine's node. If updates must be repeated too (a training rank was also lost, or
+weights were being updated), the run therefore goes back and repeats whole steps, generation included.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from roll_lite.pipeline.clusters import Model, Models, initialize, lengths
 from roll_lite.pipeline.early_passes import EarlyPasses
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.sources import BatchSource, Validations
+from roll_lite.workers.model import ModelWorker
 from roll_lite.workers.rollout import RolloutBatch
 
 SERVICES = ("rollouts", "replay")
@@ -147,8 +148,9 @@ class Recovery:
         with phase("recovery"), WATCHDOG.uninterrupted():
             trained = list(self._checkpoints.stateful(self._models).values())
             lost = [model for model in self._models.all if model.ranks.name in roles]
-            if roles.intersection(SERVICES):
-                self._batches.clear()  # their tokens were lost with the service
+            lost_tokens = any(loss.lost_object and loss.phase != ModelWorker.load_copy.__name__ for loss in losses)
+            if roles.intersection(SERVICES) or lost_tokens:
+                self._batches.clear()  # their tokens were lost with the service, or an engine's node
                 self._service_is_lost = True
             goes_back = any(model in trained for model in lost) or not self._weights_are_known
             copied = self._checkpoints.copied_step if goes_back else 0

@@ -66,7 +66,7 @@ def test_what_a_rank_leaves_in_the_object_store_outlives_it(ray_local: object) -
     assert cluster.all(Adder.fetch, kept) == [10**6, 2 * 10**6]
     with pytest.raises(RankFailed, match="failed in fetch: ObjectReconstructionFailedError") as caught:
         cluster.all(Adder.fetch, [])
-    assert caught.value.retryable, "an object that was lost with its node: new ranks may do without"
+    assert caught.value.retryable and caught.value.lost_object, "an object that was lost with its node: new ranks may do without"
 
 
 @pytest.mark.nightly

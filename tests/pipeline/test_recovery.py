@@ -467,6 +467,26 @@ def test_a_service_that_is_lost_while_updates_are_under_way_takes_the_steps_sinc
     ]
 
 
+@pytest.mark.parametrize("phase", ["assign_credit", "load_copy"])
+def test_a_batch_whose_tokens_are_lost_is_generated_again(phase: str) -> None:
+    """They were lost with an engine's node; the kept batches may lack tokens, too. A copy of the state has no tokens."""
+    pipeline = Pipeline()
+    pipeline.run(2)
+    pipeline.checkpoints.newest_step = 1
+    pipeline.story.clear()
+    failure = RankFailed("actor_train", 0, phase, "ObjectLostError: ...", retryable=True)
+    failure.lost_object = True
+    pipeline.fails = {"before training 3": [failure]}
+    story = pipeline.run(3)
+    if phase == "load_copy":
+        assert story[-3:] == ["repeat 2 on 2", "returned", "train 3"]
+    else:
+        assert story[-9:] == [
+            *("restore 1", "service after 1", "ledger from 1", "journal to 1", "returned"),
+            *("generate 2", "train 2", "generate 3", "train 3"),
+        ]
+
+
 def test_nothing_is_recorded_of_a_repeated_update() -> None:
     silent: Any = Unrecorded()
     assert silent.ledger.masked(1, rows=2) is None and silent.credit([]) is None
