@@ -5,7 +5,7 @@ import time
 from collections.abc import Hashable
 from pathlib import Path
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from roll_lite.files import first_line
 
@@ -30,6 +30,10 @@ class RankFailed(RuntimeError):
         """True if the rank died or hung, so that a restart may help."""
         self.where = ""
         """Suffix " on ADDRESS" of messages; empty if the cluster has one node."""
+        self.lost_object = False
+        """True if the rank could not read an object that was lost with another process or node."""
+        self.others: tuple[RankFailed, ...] = ()
+        """Failures of other roles, noticed before this one was raised."""
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
@@ -100,10 +104,14 @@ def may_be_aftermath(error: BaseException) -> bool:
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 
+def is_lost_object(error: BaseException) -> bool:
+    return isinstance(error, RayTaskError) and isinstance(error.cause, ObjectLostError)
+
+
 def is_connection_error(error: BaseException) -> bool:
     cause = error.cause if isinstance(error, RayTaskError) else None
     names = {one.__name__ for one in type(cause).__mro__}
-    return bool(names & {"DistError", "AcceleratorError", "ObjectLostError"}) or (type(cause) is RuntimeError and "gloo" in str(cause))
+    return bool(names & {"DistError", "AcceleratorError"}) or (type(cause) is RuntimeError and "gloo" in str(cause))
 
 
 def cause_of(error: BaseException, name: str = "") -> str:

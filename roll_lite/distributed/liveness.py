@@ -1,13 +1,47 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import psutil
 
 T = TypeVar("T")
+
+
+FROZEN_SECONDS = 5.0
+"""Maximum seconds between two calls of a watched AwakeClock; more means that this process was stopped."""
+
+
+class AwakeClock:
+    """Clock that stops while this process is stopped, as by SIGSTOP or `docker pause`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._stopped_s = 0.0
+        self._looked: float | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notice stops in the block, in which something must call `time` about once a second."""
+        self._looked = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._looked = None
+
+    def time(self) -> float:
+        with self._lock:
+            now = self._clock()
+            if self._looked is not None:
+                self._stopped_s += now - self._looked if now - self._looked > FROZEN_SECONDS else 0.0
+                self._looked = now
+            return now - self._stopped_s
 
 
 class Silence:

@@ -14,7 +14,16 @@ import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from roll_lite.distributed.failures import FleetDown, RankFailed, failure_text, is_connection_error, is_death, is_loss, may_be_aftermath
+from roll_lite.distributed.failures import (
+    FleetDown,
+    RankFailed,
+    failure_text,
+    is_connection_error,
+    is_death,
+    is_loss,
+    is_lost_object,
+    may_be_aftermath,
+)
 from roll_lite.distributed.liveness import is_stopped, name_of
 from roll_lite.distributed.place import Place, stopped_at
 from roll_lite.distributed.rank_group import WATCH, RankGroup
@@ -69,7 +78,7 @@ class Pending(Generic[T]):
         self.calls = list(calls)
         self.group = group
         self.phase = phase
-        self.started = time.monotonic()
+        self.started = WATCHDOG.time()
         self._collect = collect
         self._settled = False
         self.group.phases.append(self.phase)
@@ -99,7 +108,7 @@ class Pending(Generic[T]):
                 self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Return the monotonic time at which waiting ends. Default: the cluster's limit, except in phases with their own."""
+        """Return the time (`WATCHDOG.time`) at which waiting ends. Default: the cluster's limit, except in phases with their own."""
         own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
         return float("inf") if own is None else self.started + own
 
@@ -138,7 +147,7 @@ def _wait(
         unfinished = [pending for pending in pendings if not pending.done]
         first = min(unfinished, key=lambda pending: pending.deadline(timeout_s))
         limit = WATCHDOG.nearest
-        remaining = min(first.deadline(timeout_s), limit.deadline if limit else float("inf")) - time.monotonic()
+        remaining = min(first.deadline(timeout_s), limit.deadline if limit else float("inf")) - WATCHDOG.time()
         if remaining <= 0:
             _time_out(first, limit)
         for ref in _ready(list(waiting), min(POLL_SECONDS, remaining)):
@@ -155,7 +164,7 @@ def pause(group: RankGroup, rank: int, waits_for: str) -> None:
     the phase times out."""
     WATCHDOG.check()
     limit = WATCHDOG.nearest
-    if limit is not None and time.monotonic() >= limit.deadline:
+    if limit is not None and WATCHDOG.time() >= limit.deadline:
         raise RankFailed(group.name, rank, limit.phase, f"{waits_for} took longer than the phase may last ({limit})")
     _ready([], POLL_SECONDS / 2)
 
@@ -163,8 +172,12 @@ def pause(group: RankGroup, rank: int, waits_for: str) -> None:
 def _ready(refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
     if silent := WATCH.silent():
         group, rank, seconds = silent
-        ranks = [rank, *(other for other in range(len(group.actors)) if other != rank and not group.live_alone)]
-        _give_up(group, ranks, group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)", rank)
+        cause = f"nothing was heard of its process for {seconds:g} s (limits.silence)"
+        if rank in group.replaceable:
+            group.give_up(rank, cause)
+        else:
+            ranks = [rank, *(other for other in range(len(group.actors)) if other != rank and not group.live_alone)]
+            _give_up(group, ranks, group.phase, cause, rank)
     WATCH.run_errands()
     deaths = WATCH.deaths()
     both = [*refs, *deaths]
@@ -210,7 +223,9 @@ def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
 
 def _fail(group: RankGroup, rank: int, phase: str, error: BaseException, note: str = "") -> NoReturn:
     text = failure_text(error, group.log_file(rank)) + note
-    _end(group, RankFailed(group.name, rank, phase, text, is_death(error) or is_connection_error(error)))
+    failure = RankFailed(group.name, rank, phase, text, is_death(error) or is_connection_error(error) or is_lost_object(error))
+    failure.lost_object = is_lost_object(error)
+    _end(group, failure)
 
 
 def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
@@ -246,11 +261,11 @@ def _time_out(pending: Pending[Any], limit: Limit | None) -> NoReturn:
     group = pending.group
     stuck = [call.rank for call in pending.calls if not call.done]
     answered = [call.rank for call in pending.calls if call.done]
-    seconds = time.monotonic() - pending.started
+    seconds = WATCHDOG.time() - pending.started
     cause = f"no answer after {seconds:.0f} s from {_ranks(stuck)}"
     if answered:
         cause += f"; {_ranks(answered)} answered"
-    if limit is not None and time.monotonic() >= limit.deadline:
+    if limit is not None and WATCHDOG.time() >= limit.deadline:
         cause += f" (the limit for the phase {limit.phase} is {limit}; raise it if it only needs longer)"
     elif group.timeout_s is not None and seconds >= group.timeout_s:
         cause += f" (the limit for calls of no phase is limits.other: {group.timeout_s:g} s; raise it if it only needs longer)"

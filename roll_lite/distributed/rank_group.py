@@ -109,6 +109,11 @@ class RankGroup:
     def lose(self, rank: int, error: BaseException) -> None:
         self._lost.setdefault(rank, failure_text(error, self.log_file(rank)))
 
+    def give_up(self, rank: int, cause: str) -> None:
+        """Kill a rank that hangs or is stopped; the others live on, and it will be replaced."""
+        kill_actors([self.actors[rank]], [self.pulses[rank].place])
+        self._lost.setdefault(rank, cause)
+
     def restart(self, rank: int) -> Any:
         """Start a new actor for a dead rank; it counts as lost until `regain`."""
         assert self._make is not None and self._watch_options is not None and rank in self._lost

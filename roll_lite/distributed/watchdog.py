@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from roll_lite.distributed.liveness import StoppedTime, is_running, name_of
+from roll_lite.distributed.liveness import AwakeClock, StoppedTime, is_running, name_of
 
 PATROL_SECONDS = 0.5
 STUCK_SECONDS = 15.0
@@ -30,7 +30,7 @@ class Limit:
     seconds: float
     setting: str
     started: float
-    """Monotonic start, plus the time in which limits were suspended."""
+    """Start by the Watchdog's clock, plus the time in which limits were suspended."""
 
     @property
     def deadline(self) -> float:
@@ -55,6 +55,7 @@ class Preempted(BaseException):
 class Watchdog:
     def __init__(self) -> None:
         self._limits: list[Limit] = []
+        self._clock = AwakeClock(lambda: time.monotonic())
         self._processes: dict[psutil.Process, str] = {}
         self._stopped = StoppedTime(PATROL_SECONDS)
         self._lost: str | None = None
@@ -67,11 +68,15 @@ class Watchdog:
 
     # ------------------------------------------------------------ limits
 
+    def time(self) -> float:
+        """Return the monotonic time without that in which this process was stopped, if the `patrol` runs."""
+        return self._clock.time()
+
     @contextmanager
     def limit(self, phase: str, seconds: float | None, setting: str | None = None) -> Iterator[Limit]:
         """Limit the block to `seconds`; None or 0: unlimited. `setting`: the limit's YAML path; default: limits.<phase>."""
         seconds = seconds or math.inf
-        limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, time.monotonic())
+        limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, self.time())
         self._limits.append(limit)
         try:
             yield limit
@@ -82,12 +87,12 @@ class Watchdog:
     def suspended(self) -> Iterator[None]:
         """Suspend all open limits during the block, which sets its own."""
         limits, self._limits = self._limits, []
-        started = time.monotonic()
+        started = self.time()
         try:
             yield
         finally:
             for limit in limits:
-                limit.started += time.monotonic() - started
+                limit.started += self.time() - started
             self._limits = limits
 
     @property
@@ -136,14 +141,15 @@ class Watchdog:
         thread = threading.Thread(target=self._patrol, args=(ended, main, give_up), name="watchdog", daemon=True)
         thread.start()
         try:
-            yield
+            with self._clock.watched():
+                yield
         finally:
             ended.set()
 
     def _patrol(self, ended: threading.Event, main: int, give_up: Callable[[str], None]) -> None:
         while not ended.wait(PATROL_SECONDS):
             if self._lost is None and (cause := self._loss()):
-                self._lost, self._lost_at = cause, time.monotonic()
+                self._lost, self._lost_at = cause, self.time()
             if cause := self._stuck():
                 frame = sys._current_frames().get(main)
                 stack = "".join(traceback.format_stack(frame)[-10:]) if frame else ""
@@ -151,7 +157,7 @@ class Watchdog:
                 return
 
     def _stuck(self) -> str | None:
-        now = time.monotonic()
+        now = self.time()
         if self._lost is not None and not self._told and now - self._lost_at > STUCK_SECONDS:
             return self._lost
         limit = self.nearest

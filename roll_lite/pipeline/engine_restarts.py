@@ -202,7 +202,7 @@ class EngineRestarts:
             return cause_of(error)
         if start.calls[-1] not in ready:
             return None
-        start.since = start.since or time.monotonic()
+        start.since = start.since or WATCHDOG.time()
         has_started = len(answers) == len(start.calls)
         place = answers[-2] if has_started else answers[-1]  # only the answer of `initialize` has the engine's further nodes
         comparisons = self._later_nodes.compare(self._group.name, place.nodes - start.compared)
@@ -210,7 +210,7 @@ class EngineRestarts:
         start.calls[:0] = comparisons
         if has_started and not comparisons:
             start.place = place
-        elif self._start_s and time.monotonic() - start.since > self._start_s:
+        elif self._start_s and WATCHDOG.time() - start.since > self._start_s:
             return f"it did not start within {self._start_s:g} s (limits.start)"
         return None
 

@@ -2,7 +2,8 @@
 
 If a rank of a trained model is lost, all trained models load the newest checkpoint or in-memory copy, and repeat later updates on batches
 kept by the driver. If the rollout service is lost, it restarts in its state after the last step, but the kept batches' tokens are lost with
-it: if updates must be repeated too, the run goes back and repeats whole steps, generation included.
+it. It also restarts if a rank finds tokens lost, with an engine's node. If updates must be repeated too, the run goes back and repeats
+whole steps, generation included.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from roll_lite.pipeline.clusters import Model, Models, initialize, lengths
 from roll_lite.pipeline.early_passes import EarlyPasses
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.sources import BatchSource, Validations
+from roll_lite.workers.model import ModelWorker
 from roll_lite.workers.rollout import RolloutBatch
 
 SERVICES = ("rollouts", "replay")
@@ -116,9 +118,10 @@ class Recovery:
                 work()
                 return
             except RankFailed as error:
-                if not self._source.judge_lost(error):
-                    self._require_restart(error)
-                losses.append(error)
+                for failure in (*error.others, error):
+                    if not self._source.judge_lost(failure):
+                        self._require_restart(failure)
+                    losses.append(failure)
             except DamagedCheckpoint as error:
                 if not losses:  # raised by the work itself, which loads no checkpoint
                     raise
@@ -139,20 +142,22 @@ class Recovery:
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
         """Restart the lost roles and return to the state after the last step. `goes_back`: trained weights are lost or unknown. `_rewinds`:
         a kept batch is missing, so whole steps are repeated. Phases have time limits, the whole has none."""
-        started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
+        started, reached = time.monotonic(), self.reached["steps_done"]
         roles, phase = {loss.role for loss in losses}, self._journal.timers.phase
         with phase("recovery"), WATCHDOG.uninterrupted():
             trained = list(self._checkpoints.stateful(self._models).values())
             lost = [model for model in self._models.all if model.ranks.name in roles]
-            if roles.intersection(SERVICES):
-                self._batches.clear()  # their tokens were lost with the service
+            lost_tokens = any(loss.lost_object and loss.phase != ModelWorker.load_copy.__name__ for loss in losses)
+            if roles.intersection(SERVICES) or lost_tokens:
+                self._batches.clear()  # their tokens were lost with the service, or an engine's node
                 self._service_is_lost = True
             goes_back = any(model in trained for model in lost) or not self._weights_are_known
             copied = self._checkpoints.copied_step if goes_back else 0
             since = max(self._checkpoints.newest_step, copied) if goes_back else reached
             if any(step not in self._batches for step in range(since + 1, reached + 1)):
                 self._rewinds = self._service_is_lost = True
-            self._journal.rank_lost(failure, since, reached, "steps" if self._rewinds else "the updates of steps", 0 < copied == since)
+            for failure in (losses[-1], *losses[-1].others):
+                self._journal.rank_lost(failure, since, reached, "steps" if self._rewinds else "the updates of steps", 0 < copied == since)
             self._weights_are_known = not goes_back
             with phase("start"):
                 self._source.end_transfer()

@@ -135,10 +135,10 @@ class PhaseLimits:
             try:
                 yield
             except BaseException:
-                self._failed[phase] = time.monotonic() - limit.started
+                self._failed[phase] = WATCHDOG.time() - limit.started
                 raise
         self._failed.pop(phase, None)
-        self._longest[phase] = max(self._longest.get(phase, 0.0), time.monotonic() - limit.started)
+        self._longest[phase] = max(self._longest.get(phase, 0.0), WATCHDOG.time() - limit.started)
 
 
 class Interruption:

@@ -16,7 +16,7 @@ from roll_lite.config.schema.domains import SamplingConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, Pending
-from roll_lite.distributed.failures import RankFailed, RestartBudget
+from roll_lite.distributed.failures import ClusterDead, RankFailed, RestartBudget
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.group import Pushed
 from roll_lite.pipeline.clusters import Engines, states
@@ -204,7 +204,7 @@ class LiveRollouts(BatchSource):
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
         """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once if engines stay loaded, else at the
-        end."""
+        end, or at another loss."""
         lost: RankFailed | None = None
         while True:
             try:
@@ -215,10 +215,17 @@ class LiveRollouts(BatchSource):
                     continue
                 if failure.role == self.rollouts.name and failure.retryable:
                     self.engines.replicas.each(InferWorker.forget_requests)  # engines on shared devices are offloaded next
-                if lost is not None or not self.engines.offloads or failure.role in (self.rollouts.name, self.engines.replicas.name):
-                    raise lost or failure from None
+                if lost is not None:
+                    lost.others = (failure,)
+                    raise lost from None
+                if not self.engines.offloads or failure.role in (self.rollouts.name, self.engines.replicas.name):
+                    raise
                 lost = failure
                 continue
+            except ClusterDead:
+                if lost is None:
+                    raise
+                raise lost from None  # an engine started, and the lost rank has its weights: recover first
             if lost is not None:
                 raise lost
             return result

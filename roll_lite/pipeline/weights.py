@@ -19,6 +19,7 @@ from roll_lite.distributed.cluster import Cluster, Pending, gather
 from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.inference.life import EngineMemory
+from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.distributed.weight_sync.group import Pushed, Transferred, interrupt, largest, rendezvous_client
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
 from roll_lite.distributed.weight_sync.update import require_equal, sample
@@ -34,6 +35,8 @@ LOSS_SECONDS = 5.0
 """Seconds to wait after a failed transfer for news of a lost engine."""
 ANSWER_SECONDS = 30.0
 """Seconds after which an engine that does not answer an interrupted transfer counts as hanging."""
+END_SECONDS = 5.0
+"""Seconds for such an engine to report its end; then it is killed, since it may be stopped (SIGSTOP)."""
 
 
 class WeightSync:
@@ -107,7 +110,7 @@ class WeightSync:
         if in_flight := [calls for calls in self._transfer if not calls.done and calls.group.end is None]:
             self.break_off()
             self._plan = None
-            give_up = partial(self._give_up_silent, self._transfer[0], time.monotonic(), "after the transfer had broken off")
+            give_up = partial(self._give_up_silent, self._transfer[0], WATCHDOG.time(), "after the transfer had broken off")
             gather(*in_flight, poll=give_up)
         self._transfer = []
 
@@ -180,7 +183,7 @@ class WeightSync:
             broken = _broken(engines, trainers)
             failed.update({name: str(one.failure) for name, one in broken.items() if name not in failed and not one.stale})
             if interrupted is None and (broken or self._lost(engines)) and self._interrupts is not None:
-                interrupted = time.monotonic()
+                interrupted = WATCHDOG.time()
                 self._epoch += 1
                 interrupt(self._interrupts, self._epoch)  # otherwise the others wait for their timeout
             if interrupted is not None:
@@ -201,10 +204,14 @@ class WeightSync:
         return [*said.values(), *of_trainers]
 
     def _give_up_silent(self, engines: Pending[dict[int, Transferred]], since: float, when: str) -> None:
-        if time.monotonic() - since > ANSWER_SECONDS:
-            for call in (call for call in engines.calls if not call.done):
+        silent_s = WATCHDOG.time() - since
+        if silent_s > ANSWER_SECONDS:
+            for engine in (call.rank for call in engines.calls if not call.done and call.rank not in self._engines.lost):
                 cause = f"it hangs in {engines.phase}: no answer for {ANSWER_SECONDS:g} s {when}"
-                self._engines.actors[call.rank].give_up.remote(cause)
+                if silent_s < ANSWER_SECONDS + END_SECONDS:
+                    self._engines.actors[engine].give_up.remote(cause)
+                else:
+                    self._engines.group.give_up(engine, cause)
 
     def _lost(self, engines: Pending[dict[int, Transferred]], within_s: float = 0.0) -> bool:
         deadline = time.monotonic() + within_s

@@ -12,6 +12,7 @@ from sys import intern
 
 from roll_lite.data.samples import TURN, FinishReason, GenerationRequest, Turn, joined
 from roll_lite.data.stable_hash import stable_hash
+from roll_lite.distributed.liveness import AwakeClock
 from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
@@ -24,7 +25,7 @@ REFRESH = 16
 CLOCK_S = 1e-6
 """Tolerance for timers that fire early."""
 LOOK_S = 1.0
-"""Seconds between timeout checks while the engine is paused."""
+"""Seconds between timeout checks while the engine is paused, and between looks for a stop of this process."""
 ABORT_PATIENCE_S = 10.0
 
 
@@ -71,14 +72,15 @@ class ExpectedLength:
 
 
 class EngineClock:
-    """Event loop clock that stops while engines are paused."""
+    """Event loop clock that stops while engines are paused or, if watched, this process is stopped."""
 
     def __init__(self) -> None:
+        self._awake = AwakeClock(lambda: asyncio.get_running_loop().time())
         self._stood_s = 0.0
         self._stopped_at: float | None = None
 
     def time(self) -> float:
-        now = asyncio.get_running_loop().time() if self._stopped_at is None else self._stopped_at
+        now = self._awake.time() if self._stopped_at is None else self._stopped_at
         return now - self._stood_s
 
     @property
@@ -87,12 +89,19 @@ class EngineClock:
 
     def stop(self) -> None:
         if self._stopped_at is None:
-            self._stopped_at = asyncio.get_running_loop().time()
+            self._stopped_at = self._awake.time()
 
     def go_on(self) -> None:
         if self._stopped_at is not None:
-            self._stood_s += asyncio.get_running_loop().time() - self._stopped_at
+            self._stood_s += self._awake.time() - self._stopped_at
             self._stopped_at = None
+
+    async def watch(self) -> None:
+        """Notice stops of this process, as by SIGSTOP, until cancelled."""
+        with self._awake.watched():
+            while True:
+                self._awake.time()
+                await asyncio.sleep(LOOK_S)
 
 
 class Flight(Asked):

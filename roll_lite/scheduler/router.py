@@ -46,6 +46,7 @@ class Router:
         self.gate = WaveGate(self._all_serve) if deterministic else None
         self.clock = EngineClock()
         self.on_room: Callable[[], None] = lambda: None
+        self.on_loss: Callable[[], None] = lambda: None
         self._engines_restart = engines_restart
         self._timeout_s = timeout_s
         self._slots = engine_slots
@@ -207,6 +208,11 @@ class Router:
         """False while a lost engine is being replaced."""
         return not self._engines_restart or all(engine.serves for engine in self.engines)
 
+    @property
+    def waits_for_engine(self) -> bool:
+        """True if no engine serves, and a replacement will."""
+        return self._engines_restart and not self._choice.serving
+
     async def drain(self, name: str, interrupt: bool = False) -> None:
         """Stop sending to an engine, and remove it when idle. `interrupt`: abort its requests, which continue elsewhere."""
         engine = self._choice.withdraw(self._named(name))
@@ -235,6 +241,7 @@ class Router:
         if engine.dead is None:
             self._choice.withdraw(engine).dead = cause
             self._engines_changed()
+            self.on_loss()
 
     # ------------------------------------------------------------ placing
 

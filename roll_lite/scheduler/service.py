@@ -76,7 +76,7 @@ class RolloutService:
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         self._admits_soon = False
-        router.on_room = self._admit_soon
+        router.on_room, router.on_loss = self._admit_soon, self._changed.set
 
     def _runner(self, domain: Domain, recorder: Recorder, **how: Any) -> SampleRunner:
         retries = self._retries, domain.reward_retries
@@ -195,11 +195,11 @@ class RolloutService:
 
     async def hold(self) -> None:
         """Prepare for a weight update, which `set_version` ends. PAUSE only stops the timeout clock: engines pause at the first weight
-        bucket."""
+        bucket. Without an engine, responses wait for a replacement, which serves only after the update."""
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
-            while self._error is None and any(scheduler.running for scheduler in self._schedulers.values()):
+            while self._error is None and not self._router.waits_for_engine and any(one.running for one in self._schedulers.values()):
                 self._changed.clear()
                 await self._changed.wait()
         if on_sync is OnSync.PAUSE:

@@ -57,6 +57,8 @@ class CompletionPump:
         self._entering: set[str] = set()
         self._generated: dict[str, int] = {}
         self._changed = asyncio.Event()
+        self._services = 1
+        """Rollout services so far. A lost service's `collect` may still wait when the next one submits."""
         self._running: set[asyncio.Future[Completion]] = set()
 
     async def submit(self, requests: Sequence[GenerationRequest], frozen: bool) -> None:
@@ -129,6 +131,8 @@ class CompletionPump:
         await self._strategy.abort(request_ids)
 
     async def forget(self) -> None:
+        self._services += 1
+        self._changed.set()
         for kept in (self._before, self._entering, self._wanted, self._generated, self._ready):
             kept.clear()
         self._tokens_waiting = 0
@@ -139,6 +143,7 @@ class CompletionPump:
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
         """Return completions, progress and up to `most_blocks` token blocks since the last call. Wait up to `max_wait_s` for a completion,
         then `linger_s` for more."""
+        service = self._services
         if not self._ready and not self._generated and self._strategy.life.failure is None:
             self._changed.clear()
             try:
@@ -148,6 +153,8 @@ class CompletionPump:
                 return Collected([]), []
         if self._before and self._ready and not self._left_over and self._strategy.life.failure is None:
             await asyncio.sleep(min(TURN_LINGER_S, self._linger_s) if self._wanted else self._linger_s)
+        if service != self._services:
+            return Collected([]), []
         turns, parts, blocks = self._next_blocks(most_blocks)
         generated, self._generated = self._generated, {}
         self._left_over = bool(self._ready)

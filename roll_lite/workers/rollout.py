@@ -163,6 +163,7 @@ class RolloutWorker(AsyncWorker):
         rollout, engines_restart = config.rollout, config.actor_infer.restarts > 0
         limits = config.actor_infer.strategy.max_running_requests, rollout.max_tokens_per_engine
         router = self._router = Router(clients, rollout.request_timeout_s, config.deterministic, *limits, engines_restart)
+        self._watching = asyncio.create_task(router.clock.watch())
 
         def lost(seat: EngineSeat, cause: str) -> None:
             seat.engine.fail(cause)
@@ -382,6 +383,7 @@ class RolloutWorker(AsyncWorker):
         return ledger_text(self._service.last_ledger())
 
     async def shutdown(self) -> None:
+        self._watching.cancel()
         self._engines.close(kill=False)
         self._service.close()
         for part in (*self._pools.values(), *self._environments.values(), *self._reward_models.values()):

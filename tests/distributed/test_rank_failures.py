@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_workers import Adder, Collective, MainThreadAdder, Service, Unbuildable
+from cluster_workers import Adder, Collective, Loner, MainThreadAdder, Service, Unbuildable
 
 from roll_lite.distributed.cluster import Cluster, ClusterDead, ClusterSpec, RankFailed, gather, start_cluster
 from roll_lite.distributed.pending import at_fault
@@ -66,7 +66,7 @@ def test_what_a_rank_leaves_in_the_object_store_outlives_it(ray_local: object) -
     assert cluster.all(Adder.fetch, kept) == [10**6, 2 * 10**6]
     with pytest.raises(RankFailed, match="failed in fetch: ObjectReconstructionFailedError") as caught:
         cluster.all(Adder.fetch, [])
-    assert caught.value.retryable, "an object that was lost with its node: new ranks may do without"
+    assert caught.value.retryable and caught.value.lost_object, "an object that was lost with its node: new ranks may do without"
 
 
 @pytest.mark.nightly
@@ -228,6 +228,21 @@ def test_a_stopped_rank_of_an_idle_cluster_is_noticed(ray_local: object, worker:
     assert f"its process {processes[1]} is stopped, as by SIGSTOP, and can say nothing" in str(caught.value)
     assert_gone(processes)
     busy.shutdown()
+
+
+def test_a_stopped_rank_that_will_be_replaced_is_lost_alone(ray_local: object) -> None:
+    busy = start_cluster(ClusterSpec("reference", anywhere(1)), Adder)
+    engines = start_cluster(ClusterSpec("actor_infer", anywhere(2)), Loner)
+    processes = processes_of(engines)
+    engines.group.replaceable = {0, 1}
+    os.kill(processes[1], signal.SIGSTOP)
+    with WATCH.expecting_answers(2.0):
+        assert engines.each(Loner.number) == {0: 0}, "the call to the stopped one ends without an answer"
+        assert busy.all(Adder.sleep, 1.0) == [1.0]
+    assert engines.left == [0] and engines.lost == {1: "nothing was heard of its process for 2 s (limits.silence)"}
+    assert_gone(processes[1:])
+    busy.shutdown()
+    engines.shutdown()
 
 
 @pytest.mark.usefixtures("signals_arrive")

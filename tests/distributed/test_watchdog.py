@@ -52,6 +52,21 @@ def test_limits_can_be_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dog.nearest is None
 
 
+@pytest.mark.parametrize("first", ["the main thread", "the watchdog"])
+def test_time_in_which_the_driver_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    now, causes = time.monotonic, list[str]()
+    ahead = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now() + ahead)
+    dog = Watchdog()
+    with dog.patrol(causes.append), dog.limit("train", 100.0) as limit:
+        ahead = 1000.0
+        if first == "the watchdog":
+            time.sleep(3 * module.PATROL_SECONDS)
+        assert 50.0 < limit.deadline - dog.time() <= 100.0 and causes == []
+    ahead = 2000.0
+    assert limit.deadline - dog.time() < 0.0, "nothing is noticed where nobody looks"
+
+
 @pytest.mark.parametrize(("how", "said"), [("kill", r"\(sleep\) died"), ("suspend", r"\(sleep\) has been stopped, as by SIGSTOP, for 1 s")])
 def test_a_lost_process_of_the_session_is_told_where_the_driver_waits(how: str, said: str) -> None:
     dog = Watchdog()

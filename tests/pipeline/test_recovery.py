@@ -285,6 +285,20 @@ def test_a_rank_that_is_lost_during_recovery_begins_it_again() -> None:
     assert "rebuild reference" in story and story.count("rebuild actor_train") == 2
 
 
+@pytest.mark.parametrize("second", ["reference", "rollouts"])
+def test_two_losses_that_are_told_together_are_recovered_together(second: str) -> None:
+    pipeline = Pipeline(restarts=1)
+    first = lost("actor_train")
+    first.others = (lost(second),)
+    pipeline.fails = {"before training 1": [first]}
+    story = pipeline.run(1)
+    assert ["actor_train lost, 0 to 0", f"{second} lost, 0 to 0"] == story[1:3] and "rebuild actor_train" in story
+    assert ("rebuild reference" if second == "reference" else "service after 0") in story and story[-1] == "train 1"
+    pipeline.fails = {"before training 2": [lost(second)]}
+    with pytest.raises(RankFailed, match=f"{second} rank 1 failed .*after 1 restarts"):  # both have counted
+        pipeline.run(2)
+
+
 def fail_in(pipeline: Pipeline, owner: Any, name: str, failure: RankFailed) -> None:
     """Let a call fail once."""
     call, failures = getattr(owner, name), [failure]
@@ -451,6 +465,26 @@ def test_a_service_that_is_lost_while_updates_are_under_way_takes_the_steps_sinc
         *(f"service after {newest}", f"ledger from {newest}", f"journal to {newest}", "validate", "returned"),
         *(what for step in range(newest + 1, 4) for what in (f"generate {step}", f"train {step}")),
     ]
+
+
+@pytest.mark.parametrize("phase", ["assign_credit", "load_copy"])
+def test_a_batch_whose_tokens_are_lost_is_generated_again(phase: str) -> None:
+    """They were lost with an engine's node; the kept batches may lack tokens, too. A copy of the state has no tokens."""
+    pipeline = Pipeline()
+    pipeline.run(2)
+    pipeline.checkpoints.newest_step = 1
+    pipeline.story.clear()
+    failure = RankFailed("actor_train", 0, phase, "ObjectLostError: ...", retryable=True)
+    failure.lost_object = True
+    pipeline.fails = {"before training 3": [failure]}
+    story = pipeline.run(3)
+    if phase == "load_copy":
+        assert story[-3:] == ["repeat 2 on 2", "returned", "train 3"]
+    else:
+        assert story[-9:] == [
+            *("restore 1", "service after 1", "ledger from 1", "journal to 1", "returned"),
+            *("generate 2", "train 2", "generate 3", "train 3"),
+        ]
 
 
 def test_nothing_is_recorded_of_a_repeated_update() -> None:

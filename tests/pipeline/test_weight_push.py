@@ -248,12 +248,20 @@ def test_a_transfer_that_another_roles_loss_left_in_flight_is_ended(
     now, given_up = [100.0], []
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     made.sync._engines.actors = [SimpleNamespace(give_up=SimpleNamespace(remote=given_up.append))]
+    killed: list[int] = []
+    made.sync._engines.group = SimpleNamespace(give_up=lambda engine, cause: killed.append(engine))
 
     def until_given_up(*in_flight: Any, poll: Any) -> None:
         waited.append(len(in_flight))
         for now[0] in (129.0, 131.0):
             assert given_up == []
             poll()
+        assert killed == []
+        now[0] = 136.0  # it is stopped, and did not hear of it
+        poll()
+        monkeypatch.setattr(Cluster, "lost", {0: "it hangs"})
+        poll()  # the number may be its successor's by now
+        assert killed == [0]
 
     monkeypatch.setattr(module, "gather", until_given_up)
     made.sync.end_transfer()

@@ -12,7 +12,8 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from scheduler_support import TimedReward, all_counts, by_tokens, counts_of, make_domain, make_service
+from scheduler_support import TimedReward, all_counts, by_tokens, counts_of, make_domain, make_service, schedulers_of
+from support_local_engine import LocalEngine
 from support_scripted import Response, Script, ScriptedEngine
 
 from roll_lite.config.schema.domains import RolloutConfig
@@ -155,6 +156,29 @@ def test_one_step_off_generates_each_batch_with_the_weights_before() -> None:
     done, _ = run(supply=OneStepOff(), on_sync=OnSync.DRAIN)
     assert set(done.staleness[:16]) == {0}
     assert set(done.staleness[16:]) == {1}
+
+
+def test_an_update_does_not_wait_for_responses_whose_only_engine_died() -> None:
+    """Its replacement gets the weights of that update, and then their requests."""
+
+    async def main() -> list[int]:
+        service, router, (engine,) = make_service([make_domain("a", max_tokens=400)], [drawn()], supply=OneStepOff(), on_sync=OnSync.DRAIN)
+        router._engines_restart = True
+        service.set_version(0)
+        await service.next_batch(4)
+        held = asyncio.create_task(service.hold())
+        await asyncio.sleep(0.1)
+        assert not held.done()
+        engine.kill("scripted death")
+        await asyncio.wait_for(held, 10.0)
+        assert any(scheduler.running for scheduler in schedulers_of(service).values())
+        service.set_version(1)
+        router.add(LocalEngine("engine 0", ScriptedEngine(drawn())))
+        batch = lengths((await service.next_batch(4)).groups)
+        service.close()
+        return batch
+
+    assert len(run_virtual(main())) == 16
 
 
 def test_nothing_is_admitted_for_batches_that_nobody_will_ask_for() -> None:

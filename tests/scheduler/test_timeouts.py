@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scheduler_support import by_tokens, make_domain, make_service
@@ -83,6 +84,29 @@ def test_a_request_gets_no_more_time_for_having_stood_still() -> None:
         return asyncio.get_running_loop().time()
 
     assert 115.0 <= run_virtual(main()) <= 115.0 + LOOK_S
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_time_in_which_the_service_was_stopped_is_not_a_requests(paused: bool) -> None:
+    """As by SIGSTOP, for 100 s: afterwards all timers are late."""
+
+    async def main() -> float:
+        loop: Any = asyncio.get_running_loop()
+        router = Router([Held(Turn("r", finish_reason=FinishReason.ABORT))], 15.0)
+        watching = asyncio.create_task(router.clock.watch())
+        asking = asyncio.create_task(router.generate("a", request("r")))
+        await asyncio.sleep(5.5)
+        if paused:
+            router.clock.stop()
+        loop.call_soon(lambda: setattr(loop._jumping, "now", loop.time() + 100.0))
+        await asyncio.sleep(0.2)
+        router.clock.go_on()
+        with pytest.raises(RequestFailed, match="time-out"):
+            await asking
+        watching.cancel()
+        return float(loop.time())
+
+    assert 115.0 - LOOK_S <= run_virtual(main()) <= 115.0 + 2 * LOOK_S
 
 
 def test_what_waits_in_an_engine_that_stands_still_is_tried_again() -> None:

@@ -274,6 +274,24 @@ def test_nothing_is_left_of_the_requests_of_a_service_that_has_died() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("lost_at", [0.5, 1.02], ids=["waits for a completion", "waits for more of them"])
+def test_a_dead_services_call_takes_nothing_of_the_next_ones(lost_at: float) -> None:
+    async def main() -> None:
+        pump = CompletionPump(ScriptedEngine(lambda r: Response(50 if r.request_id == "longer" else 5, 0.2)), fetch_block)
+        await pump.submit([request("old"), request("longer")], frozen=False)
+        assert (await collect(pump, 10.0)).generated == {"old": 0, "longer": 0}
+        old = asyncio.create_task(collect(pump, 10.0))
+        await asyncio.sleep(lost_at - asyncio.get_running_loop().time())
+        await pump.forget()
+        await pump.submit([request("new")], frozen=False)
+        turns: list[Turn] = []
+        while not turns:
+            turns += (await collect(pump, 10.0)).turns
+        assert await old == Collected([]) and [turn.request_id for turn in turns] == ["new"]
+
+    run_virtual(main())
+
+
 async def forgotten(reference: object) -> DataProto:
     raise ConnectionError("its owner has died")
 
