@@ -178,7 +178,7 @@ RAY_JOB = {
         },
     },
 }
-"""Schema of such a job: every field, each with its type or value. Made by hand, of the fields that we write alone: no package of PyPI or npm
+"""Schema of such a job: every field, each with its type or value. Made by hand, of the fields that we write: no package of PyPI or npm
 was found (lists of both searched for kuberay, rayjob, ray-operator) that has KubeRay's CustomResourceDefinition. Names and types are those
 of KubeRay's ray-operator/apis/ray/v1/rayjob_types.go and raycluster_types.go, read again in November 2026, of which headGroupSpec,
 groupName, minReplicas, maxReplicas, rayStartParams and template are required. Kubernetes' own schema checks the pods below."""
