@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Span:
-    """Interval spent in a phase by the driver or, with `role` and `rank`, by a training rank."""
+    """Interval spent in a phase by the driver or, with `role` and `rank`, by a training rank or a member of a pool (`PoolWork`)."""
 
     name: str
     start: float
@@ -107,6 +107,42 @@ class StepTimers:
 
     def wall(self) -> dict[str, float]:
         return {"total": self._clock() - self._started, **self._totals}
+
+
+class PoolWork:
+    """Records when members of this process's pools worked: reward models, judges, environment workers. A member's overlapping work is one
+    span."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
+
+    def add(self, role: str, rank: int, phase: str, seconds: float) -> None:
+        """Record work that ends now."""
+        now = time.time()
+        self._times.setdefault((role, rank, phase), []).append((now - seconds, now))
+
+    @contextmanager
+    def of(self, role: str, rank: int, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(role, rank, phase, time.perf_counter() - start)
+
+    def take(self) -> list[Span]:
+        times, self._times = self._times, {}
+        spans = []
+        for (role, rank, phase), own in times.items():
+            merged: list[tuple[float, float]] = []
+            for start, end in sorted(own):
+                if merged and start <= merged[-1][1]:
+                    start, end = merged[-1][0], max(end, merged.pop()[1])
+                merged.append((start, end))
+            spans += [Span(f"{role}[{rank}] {phase}", start, end - start, STEP, role, rank) for start, end in merged]
+        return spans
+
+
+POOL_WORK = PoolWork()
 
 
 class HasTimers(Protocol):
