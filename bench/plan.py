@@ -137,7 +137,7 @@ def memory(case: Case, folder: Path) -> tuple[float, float]:
     return planned / MIB, sum(json.loads((folder / "measured.json").read_text())) / MIB
 
 
-H20 = Device(memory_gib=95.6, tflops=148, memory_gb_s=4000, link_gb_s=450, network_gb_s=50)
+H20 = Device(memory_gib=95.6, tflops=148, memory_gb_s=4000, link_gb_s=450, network_gb_s=50, host_gb_s=64)
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def scenario_of_nemo(row: Nemo, place: int, model: Architecture) -> Scenario:
     }
     config = load_config("qwen2.5_7b_grpo", CONFIGS, [f"{key}={json.dumps(value)}" for key, value in settings.items()], files=False)
     cached = cached_tokens(config, model, engine_memory(config, model, DEVICES["H100"].memory_gib * 2**30))
-    return replace(step_time(config, model, DEVICES["H100"], cached).scenario, offload_s=None)
+    return step_time(config, model, DEVICES["H100"], cached).scenario
 
 
 def median_of(mean: float, longest: int) -> float:

@@ -153,7 +153,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     if getattr(parsed, "cfg", None):
         _print(config)
         return 0
-    if imagined and config.mode != "full":
+    if imagined and config.mode not in ("full", *(["evaluate"] if parsed.command == "plan" else [])):
         sys.stderr.write(f"mode = {config.mode}: whole runs are {imagined}, in which generation and training take turns; use full\n")
         return WRONG_CONFIGURATION
     commands = {"run": _run, "check": _check, "reward": _reward, "simulate": _simulate, "plan": _plan}

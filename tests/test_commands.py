@@ -293,6 +293,7 @@ ELSEWHERE = {
             "roll-lite plan --config-name qwen2.5_7b_grpo",
             "roll-lite plan --config-name qwen2.5_7b_grpo --device H100",
             "roll-lite plan --config-name qwen2.5_7b_grpo --device A100 --json",
+            "roll-lite plan --config-name evaluate --model Qwen/Qwen2.5-7B-Instruct",
             "roll-lite plan --config-name qwen2.5_0.5b_grpo --search 4",
             "roll-lite plan --config-name gsm8k_0.5b_grpo --device H100",
         ),

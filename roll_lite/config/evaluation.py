@@ -10,7 +10,7 @@ from roll_lite.config.problems import Missing, Path, covers, dotted
 
 TRAINING = (
     *("steps", "actor_train", "reference", "critic", "replay", "algorithm", "batches", "checkpoint", "weight_sync", "profile"),
-    *("simulation", "validation.enabled", "domains.*.share", "domains.*.min_prompts", "domains.*.samples_per_prompt"),
+    *("validation.enabled", "domains.*.share", "domains.*.min_prompts", "domains.*.samples_per_prompt"),
     *(f"domains.*.data.{name}" for name in ("train", "weight", "epochs", "filter.difficulty", "filter.difficulty_range")),
 )
 ROLLOUT = ("request_timeout_s", "retries", "restarts", "max_tokens_per_engine")

@@ -16,8 +16,7 @@ LEGEND = "(...): there, but idle. 1., 2.: one after the other. all: weights, gra
 def draw(config: RunConfig) -> str:
     by_role, placement, engine = roles(config), config.placement, config.actor_infer
     numbers = {name: frozenset(device_numbers(role.devices)) for name, role in by_role.items()}
-    of_mode = (Phase.LOG_PROBS, Phase.TRAIN) if config.mode == "train_only" else tuple(PHASES) if trains(config) else (Phase.GENERATE,)
-    phases = [phase for phase, presence in PHASES.items() if presence.of_step and phase in of_mode]
+    phases = phases_of_step(config)
     cells: dict[tuple[Phase, str], str] = {}
     for phase in phases:
         turns = _turns(config, phase, by_role)
@@ -38,6 +37,11 @@ def draw(config: RunConfig) -> str:
         each = "; ".join(f"engine {number} on node{ranges(nodes)}" for number, nodes in enumerate(of_engines))
         lines.append(f"actor_infer spans nodes: {each}")
     return "\n".join(lines)
+
+
+def phases_of_step(config: RunConfig) -> list[Phase]:
+    of_mode = (Phase.LOG_PROBS, Phase.TRAIN) if config.mode == "train_only" else tuple(PHASES) if trains(config) else (Phase.GENERATE,)
+    return [phase for phase, presence in PHASES.items() if presence.of_step and phase in of_mode]
 
 
 def works(config: RunConfig, phase: Phase, name: str) -> bool:

@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Span:
-    """Interval spent in a phase by the driver or, with `role` and `rank`, by a training rank."""
+    """Interval spent in a phase by the driver or, with `role` and `rank`, by a training rank or a member of a pool (`PoolWork`)."""
 
     name: str
     start: float
@@ -107,6 +107,41 @@ class StepTimers:
 
     def wall(self) -> dict[str, float]:
         return {"total": self._clock() - self._started, **self._totals}
+
+
+class PoolWork:
+    """Records when members of this process's pools worked: reward models, judges, environment workers. A member's overlapping work is one
+    span."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
+
+    def add(self, role: str, rank: int, phase: str, seconds: float) -> None:
+        """Record work that ends now."""
+        now = time.time()
+        start, own = now - seconds, self._times.setdefault((role, rank, phase), [])
+        while own and own[-1][1] >= start:
+            start = min(start, own.pop()[0])
+        own.append((start, now))
+
+    @contextmanager
+    def of(self, role: str, rank: int, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(role, rank, phase, time.perf_counter() - start)
+
+    def take(self) -> list[Span]:
+        times, self._times = self._times, {}
+        return [
+            Span(f"{role}[{rank}] {phase}", start, end - start, STEP, role, rank)
+            for (role, rank, phase), own in times.items()
+            for start, end in own
+        ]
+
+
+POOL_WORK = PoolWork()
 
 
 class HasTimers(Protocol):

@@ -343,7 +343,7 @@ class PrometheusTracker(Tracker):
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         self._registry = CollectorRegistry()
-        self._gauge = partial(Gauge, labelnames=("experiment", "domain"), registry=self._registry)
+        self._gauge = partial(Gauge, labelnames=("experiment", "domain", "role"), registry=self._registry)
         self._gauges: dict[str, Any] = {}
         self._experiment = run.experiment
         self._server, self._thread = start_http_server(port, address, self._registry)
@@ -352,10 +352,17 @@ class PrometheusTracker(Tracker):
         for metric, value in {STEP: step, **metrics}.items():
             of_domain = re.fullmatch("domain/(.+)/(validation/[^/]+)", metric) or re.fullmatch("domain/(.+?)/(.+)", metric)
             domain, metric = of_domain.groups() if of_domain else ("", metric)
+            # ranks/slowest_seconds/actor_train/load -> ranks/slowest_seconds/load of role actor_train
+            of_role = re.fullmatch("([^/]+/[^/]+)/([^/]+)(/[^/]+)?", metric)
+            base, role, rest = of_role.groups(default="") if of_role else ("", "", "")
+            if base in METRICS and (METRICS[base].by or "").startswith("role"):
+                metric = base + rest
+            else:
+                base, role = metric, ""
             name = "roll_lite_" + re.sub("[^a-zA-Z0-9_]", "_", metric)
             if name not in self._gauges:
-                self._gauges[name] = self._gauge(name, METRICS[metric].description if metric in METRICS else metric)
-            self._gauges[name].labels(self._experiment, domain).set(value)
+                self._gauges[name] = self._gauge(name, METRICS[base].description if base in METRICS else metric)
+            self._gauges[name].labels(self._experiment, domain, role).set(value)
 
     def close(self, exit_state: str = "completed") -> None:
         self._server.shutdown()
@@ -364,7 +371,7 @@ class PrometheusTracker(Tracker):
 
 
 class OpenTelemetryTracker(Tracker):
-    """Sends a trace per step by OTLP over HTTP: the driver's phases, and within them the phases of training ranks."""
+    """Sends a trace per step by OTLP over HTTP: phases of the driver and of training ranks, work of pools."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -109,6 +109,7 @@ class Journal:
         self._report = LiveReport(folder, config.report_every)
         self._current = 0
         self._work: Mapping[str, Sequence[RankWork]] = {}
+        self.pool_work: Sequence[Span] = ()
         self._evaluation: Results | None = None
         self._shaped: DataProto | None = None
 
@@ -127,7 +128,7 @@ class Journal:
     def step(self, number: int) -> Iterator[None]:
         """Collect the metrics of step `number` in the block; write them at its end."""
         self._sums = MetricSums()
-        self._current, self._shaped, self._work = number, None, {}
+        self._current, self._shaped, self._work, self.pool_work = number, None, {}, ()
         self._tokens[number] = dict(self._tokens[self._steps])  # if the step is repeated, its tokens count once
         with self.timers.step():
             yield
@@ -143,7 +144,7 @@ class Journal:
         self.console.step(number, metrics)
         for warning in warnings:
             self.console.message(warning, style="yellow")
-        spans = [*self.timers.last.spans, *self._rank_spans()]
+        spans = [*self.timers.last.spans, *self._rank_spans(), *self.pool_work]
         self._trackers.spans(number, spans)
         rows = [(one.name, round(one.start, 4), round(one.seconds, 4), one.role, one.rank) for one in spans if (one.rank or 0) < MOST_RANKS]
         with (self.folder / SPANS_FILE).open("a", encoding="utf-8") as lines:

@@ -189,6 +189,7 @@ class LiveRollouts(BatchSource):
             raise
         self._batch = None
         self.journal.ledger.append(batch.ledger)
+        self.journal.pool_work = batch.work
         self.restarts.tell_losses()
         self.restarts.settle()
         return batch

@@ -20,7 +20,7 @@ from roll_lite.config.arithmetic import (
     trains,
 )
 from roll_lite.config.device_phases import PHASES, WHOLE, Phase, kind
-from roll_lite.config.placement_picture import works
+from roll_lite.config.placement_picture import phases_of_step, works
 from roll_lite.config.schema.models import EngineStrategyConfig, ForwardRoleConfig, InferRoleConfig, JudgeServerConfig, RewardModelConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.keys import KEYS, Kind
@@ -63,11 +63,11 @@ def memory_of_roles(config: RunConfig, model: Architecture, device_bytes: float,
             if name == "actor_train" and on_gpu:
                 found[name] = replace(found[name], send_buffers=send_buffer_bytes(config, model))
         elif (own := of_scorer(role.path)) is not None:
-            found[name] = _scorer_memory(role, own, device_bytes)
+            found[name] = scorer_memory(role, own, device_bytes)
     return found
 
 
-def _scorer_memory(role: RewardModelConfig | JudgeServerConfig, model: Architecture, device_bytes: float) -> RankMemory:
+def scorer_memory(role: RewardModelConfig | JudgeServerConfig, model: Architecture, device_bytes: float) -> RankMemory:
     hf, strategy = model.hf, role.strategy
     dtype = model.raw.get("dtype", model.raw.get("torch_dtype", "bfloat16")) if role.dtype == "auto" else role.dtype
     size = 4 if dtype == "float32" else 2
@@ -175,13 +175,13 @@ def by_phase(config: RunConfig, memory: Mapping[str, RankMemory]) -> list[PhaseM
     for device in sorted({one for own in numbers.values() for one in own}):
         blocks.setdefault(tuple(name for name, own in numbers.items() if device in own), []).append(device)
     found = []
-    for phase, presence in PHASES.items():
-        for names, devices in blocks.items() if presence.of_step else ():
+    for phase in phases_of_step(config):
+        for names, devices in blocks.items():
             needs = {name: _need(config, phase, name, memory[name]) for name in names}
             moving = [needs[name] for name in names if getattr(roles(config)[name], "offload", False)]
             staying = sum(needs.values()) - sum(moving) + sum(PROCESS_BYTES + memory[name].send_buffers for name in names)
             found.append(
-                PhaseMemory(phase, tuple(devices), needs, staying + (max(moving, default=0) if presence.in_turns else sum(moving)))
+                PhaseMemory(phase, tuple(devices), needs, staying + (max(moving, default=0) if PHASES[phase].in_turns else sum(moving)))
             )
     return found
 

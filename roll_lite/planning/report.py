@@ -19,6 +19,7 @@ from roll_lite.config.arithmetic import (
     pipeline_problem,
     roles,
     tensor_parallel_fits,
+    trains,
 )
 from roll_lite.config.arithmetic_tables import render, table
 from roll_lite.config.checks.across import check
@@ -198,6 +199,8 @@ def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
         model, device = find(config.model.path, configuration, parsed.model), DEVICES[parsed.device]
         if problem := layout_problem(config, model):
             raise ValueError(problem)
+        if parsed.search and not trains(config):
+            raise ValueError(f"--search: tries layouts of trainers, and mode: {config.mode} has none; leave it out")
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -215,6 +218,9 @@ def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
         sys.stdout.write(json.dumps({**numbers, "model": model.name, "supplies": supplies, "advice": advice}) + "\n")
         return bool(plan.problems)
     share = f"engines and trainer take equally long with {plan.time.engine_share:.0%} of the devices for engines"
+    if not trains(config):
+        prompts, samples = plan.time.scenario.rollout.prompts_per_step, config.validation.samples_per_prompt
+        share = f"a step is the whole evaluation: {prompts:,} prompts (simulation.responses.prompts) x {samples}"
     verdict = "fits" if not plan.problems else "\n".join(f"will not fit: {one}" for one in plan.problems)
     remedy = [f"change: {one}" for one in advice] or (["no single change makes it fit; try --search"] if plan.problems else [])
     billions = model.parameters() / 1e9
@@ -223,7 +229,8 @@ def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
     left_out = [f"not counted, its model being unknown: {name}" for name in roles(config) if name not in plan.memory]
     cache = f"KV cache of an engine: {plan.cached_tokens:,} tokens"
     of_roles, of_phases, of_times = _tables(plan)
-    shown = [title, draw(config), render(derive(config)), of_roles, of_phases, cache, of_times, table_of_runs(runs), share]
+    batch = [render(derive(config))] if trains(config) else []
+    shown = [title, draw(config), *batch, of_roles, of_phases, cache, of_times, table_of_runs(runs), share]
     sys.stdout.write("\n\n".join([*shown, "\n".join([*left_out, verdict, *remedy])]) + "\n")
     return bool(plan.problems)
 
@@ -251,7 +258,7 @@ def _tables(plan: Plan) -> tuple[str, str, str]:
     return (
         table(["GiB on a device", *(part.replace("_", " ") for part in parts)], by_role),
         table(["phase", "devices", "GiB", "of which"], memory),
-        table(["phase", "seconds", "bottleneck", "FLOPs", "GiB sent by a device"], times),
+        table(["phase", "seconds", "bottleneck", "FLOPs", "GiB moved by a device"], times),
     )
 
 

@@ -7,11 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from roll_lite.config.arithmetic import actor_gives_log_probs, derive, device_numbers, model_parallel_size, roles
-from roll_lite.config.schema.models import ForwardRoleConfig, TrainRoleConfig
+from roll_lite.config.arithmetic import (
+    actor_gives_log_probs,
+    derive,
+    device_numbers,
+    engine_offload,
+    held_out_sampling,
+    model_parallel_size,
+    roles,
+    trains,
+)
+from roll_lite.config.device_phases import PHASES, kind
+from roll_lite.config.placement_picture import phases_of_step, works
+from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, RewardModelConfig, TrainRoleConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.planning.architecture import Architecture
-from roll_lite.planning.memory import number_bytes
+from roll_lite.planning.architecture import Architecture, of_scorer
+from roll_lite.planning.memory import engine_memory, number_bytes, scorer_memory
 from roll_lite.simulator.engine import EngineLimits, EngineRates
 from roll_lite.simulator.scenario import Scenario, TrainerModel, scenario_of
 from roll_lite.simulator.simulation import SimulatedRun, simulate
@@ -28,12 +39,14 @@ class Device:
     """Bandwidth to other devices of the node, one way."""
     network_gb_s: float
     """Bandwidth of one device to other nodes; each device has a network adapter."""
+    host_gb_s: float
+    """Bandwidth to host memory, one way."""
 
 
 _TABLE = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
 DEVICES = {name: Device(tflops=PEAK_TFLOPS[name], **one) for name, one in _TABLE.items()}
 TRAINING, FORWARD, READING, MOVING = 0.45, 0.5, 0.65, 0.7
-"""Fractions of the peak speed reached in practice: training; forward passes and prefill; reading device memory; links and network."""
+"""Fractions of the peak speed reached in practice: training; forward passes, prefill; reading device memory; links, network, host."""
 LAYER_S = 12e-6
 """Seconds per layer of an engine's forward pass, besides reading weights. Doubled with tensor parallelism."""
 STEPS = 8
@@ -43,7 +56,7 @@ STEPS = 8
 class PhaseTime:
     flops: float
     moved_bytes: float
-    """Bytes that a device sends over links and network."""
+    """Bytes that a device sends over links and network, or exchanges with host memory."""
     parts: Mapping[str, float]
 
     @property
@@ -77,9 +90,12 @@ class StepTime:
 
 
 def step_time(config: RunConfig, model: Architecture, device: Device, cached_tokens: int) -> StepTime:
+    """Estimate a step or, for `mode: evaluate`, the whole evaluation."""
+    if not trains(config):
+        config = _one_batch(config)
     scenario, arithmetic, rates = scenario_of(config), derive(config), engine_rates(config, model, device)
     limits = EngineLimits(scenario.limits.slots, max(cached_tokens, 1))
-    scenario = replace(scenario, rates=rates, limits=limits, steps=STEPS)
+    scenario = replace(scenario, rates=rates, limits=limits, steps=STEPS if trains(config) else 1)
     slots, total, weighted, engine_s = scenario.mean_slots, 0.0, 0.0, 0.0
     for domain, one in zip(arithmetic.domains, scenario.domains, strict=True):
         for place in range(1000):
@@ -96,16 +112,70 @@ def step_time(config: RunConfig, model: Architecture, device: Device, cached_tok
             if isinstance(role, TrainRoleConfig):
                 phases[f"train {name}"] = _passes(config, model, device, name, role, total, row, backward=True)
     trainer_s = sum(one.seconds for one in phases.values())
-    log_probs = 1 - sum(one.seconds for name, one in phases.items() if name.startswith("train")) / trainer_s
-    sent = model.parameters() * number_bytes(config) / config.actor_infer.strategy.tensor_parallel
-    phases["sync_weights"] = PhaseTime(0, sent, {"sending weights": sent / _speed(config, device, arithmetic.device_count)})
+    trainer = TrainerModel()
+    if trains(config):
+        log_probs = 1 - sum(one.seconds for name, one in phases.items() if name.startswith("train")) / trainer_s
+        sent = model.parameters() * number_bytes(config) / config.actor_infer.strategy.tensor_parallel
+        phases["sync_weights"] = PhaseTime(0, sent, {"sending weights": sent / _speed(config, device, arithmetic.device_count)})
+        trainer = TrainerModel(token_s=trainer_s / total, sync_s=phases["sync_weights"].seconds, log_probs=log_probs)
+    if moved := _moved_bytes(config, model):
+        parts = {f"host memory: {name}": one / (device.host_gb_s * 1e9 * MOVING) for name, one in moved.items()}
+        phases["load and offload"] = PhaseTime(0, sum(moved.values()), parts)
+        # All of it is in the trainer's time: none of these roles works meanwhile.
+        trainer = replace(trainer, overhead_s=phases["load and offload"].seconds)
+    scenario = replace(scenario, trainer=trainer, offload_s=None if scenario.offload_s is None else 0.0)
     costs = {"weights": rates.pass_s / slots, "arithmetic": rates.request_s, "cache": rates.cached_token_s * row / 2}
     busy = engine_s / scenario.engines / sum(costs.values())
     phases["generate"] = PhaseTime(total * model.flops(row), 0, {f"engines: {name}": one * busy for name, one in costs.items()})
-    trainer = TrainerModel(token_s=trainer_s / total, sync_s=phases["sync_weights"].seconds, log_probs=log_probs)
     of_engines = engine_s * model_parallel_size(config.actor_infer) / config.actor_infer.replicas_per_device
     of_trainer = trainer_s * len(device_numbers(config.actor_train.devices))
-    return StepTime(phases, replace(scenario, trainer=trainer), of_engines / (of_engines + of_trainer))
+    return StepTime(phases, scenario, of_engines / (of_engines + of_trainer))
+
+
+def _one_batch(config: RunConfig) -> RunConfig:
+    """Return an evaluation as one step: all held-out prompts, as many as the section `simulation` says, with their sampling."""
+    prompts = {name: config.simulation.domains.get(name, config.simulation.responses).prompts for name in config.domains}
+    domains = {
+        name: one.model_copy(
+            update={
+                "sampling": held_out_sampling(config, one),
+                "share": prompts[name],
+                "samples_per_prompt": config.validation.samples_per_prompt,
+            }
+        )
+        for name, one in config.domains.items()
+    }
+    rollout = config.rollout.model_copy(update={"prompts_per_step": sum(prompts.values())})
+    return config.model_copy(update={"domains": domains, "rollout": rollout})
+
+
+def _moved_bytes(config: RunConfig, model: Architecture) -> dict[str, float]:
+    """Return {role: bytes between host and device in a step} of the device that moves the most.
+
+    Gradients and KV caches are not copied, nor weights that the trainer sends anyway or whose copy in host memory is current.
+    """
+    moved: dict[int, dict[str, float]] = {}
+    for name, role in roles(config).items():
+        if not getattr(role, "offload", False):
+            continue
+        loads = sum(kind(name) in PHASES[phase].parts and works(config, phase, name) for phase in phases_of_step(config))
+        own = 0.0
+        if isinstance(role, ForwardRoleConfig):
+            strategy, size = role.strategy, 4 if config.model.dtype == "float32" else 2
+            of_rank = model.parameters(1, strategy.expert_parallel) / strategy.tensor_parallel / strategy.pipeline_parallel
+            own = loads * of_rank * size
+            if isinstance(role, TrainRoleConfig) and getattr(role, "lora", None) is None:
+                ranks = len(device_numbers(role.devices)) // model_parallel_size(role) * strategy.context_parallel
+                optimizer = 8 * (not role.optimizer.on_host) + 4 * (size == 2)  # moments, and float32 weights
+                own += of_rank * (size + 2 * optimizer / ranks)
+        elif isinstance(role, InferRoleConfig):
+            if engine_offload(config) == "with_copy":
+                own = 2 * engine_memory(config, model, 0).weights * role.replicas_per_device
+        elif isinstance(role, RewardModelConfig) and (scorer := of_scorer(role.path)) is not None:
+            own = scorer_memory(role, scorer, 0).weights
+        for device in device_numbers(role.devices):
+            moved.setdefault(device, {})[name] = own
+    return max(moved.values(), key=lambda one: sum(one.values()), default={})
 
 
 def _speed(config: RunConfig, device: Device, devices: int) -> float:
@@ -162,6 +232,7 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured `rollout.supply` and, unless engines and trainer share devices, the other values."""
-    supplies = [one for one in SUPPLIES if not scenario.takes_turns and one["supply"] != scenario.rollout.supply]
+    """Simulate the configured `rollout.supply`. Unless engines and trainer share devices or nothing trains, also simulate the others."""
+    alone = scenario.takes_turns or not scenario.trainer.token_s
+    supplies = [one for one in SUPPLIES if not alone and one["supply"] != scenario.rollout.supply]
     return [simulate(one) for one in [scenario, *map(scenario.under, supplies)]]

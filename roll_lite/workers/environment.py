@@ -25,6 +25,7 @@ from roll_lite.distributed.fleet import Fleet, Policy, SlowStart
 from roll_lite.distributed.place import ActorMember, Place
 from roll_lite.environments.build import note_on_tools, player_of, task_of
 from roll_lite.environments.episode import STUCK_THREADS, Answer, Ask, Begin, Cancel, Ended, Event, Player
+from roll_lite.observability.timers import POOL_WORK
 from roll_lite.rewards.base import CANNED_RESPONSE
 from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
@@ -162,6 +163,9 @@ class EnvironmentPool:
     async def _converse(self, member: PooledEnvironment, number: int, running: _Running, conversation: Conversation) -> None:
         while True:
             event = await running.events.get()
+            if running.since is not None:
+                seconds = asyncio.get_running_loop().time() - running.since
+                POOL_WORK.add(self._path, self._fleet.members.index(member), "play", seconds)
             if isinstance(event, BaseException):
                 raise event
             if isinstance(event, Ask):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from contextlib import ExitStack
 
 from ray.exceptions import RayError
 
-from roll_lite.config.schema.domains import RewardConfig
+from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.failures import MemberLost, cause_of
 from roll_lite.distributed.fleet import Policy, SlowStart
 from roll_lite.distributed.place import ActorMember, Place
+from roll_lite.observability.timers import POOL_WORK
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.environment import EnvironmentReward
 from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, Scored, slow_start, time_out
@@ -93,6 +95,9 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         self._path = f"domains.{domain}.reward"
         self._seconds_per_sample: float | None = None
         self._lost_in_a_row = 0
+        rewards: list[RewardConfig | RewardTermConfig] = [config, *config.terms]
+        asking = [one.args.get("server") for one in rewards if one.name == "judge"]
+        self._judges = [f"judges.{server}" for server in dict.fromkeys(asking) if server is not None]
         members = [PooledWorker(config, self._path) for _ in range(config.workers)]
         super().__init__(f"{self._path}.workers", members, Policy(config.start_timeout_s, path=self._path))
 
@@ -126,7 +131,10 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         try:
             # The worker ends a call in time, unless the running code cannot be interrupted.
             async with asyncio.timeout(KILL_FACTOR * self._config.timeout_s + SLICE_SECONDS + GRACE_SECONDS):
-                scored: Scored = await member.actor.score.remote({number: job.item for number, job in batch.items()})
+                with ExitStack() as work:
+                    for judge in self._judges:
+                        work.enter_context(POOL_WORK.of(judge, 0, "score"))
+                    scored: Scored = await member.actor.score.remote({number: job.item for number, job in batch.items()})
         except TimeoutError:
             raise MemberLost(time_out(self._config.name, self._config.timeout_s)) from None
         except RayError:

@@ -18,6 +18,7 @@ from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.distributed.strategy.build import CONNECTS_RANKS
 from roll_lite.observability.device_memory import MemoryPeaks, PhaseMemory
+from roll_lite.observability.timers import POOL_WORK
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction
 from roll_lite.rewards.model import ModelReward, ScoredText, zero_base
 from roll_lite.rewards.registry import typed_reward
@@ -138,6 +139,10 @@ class Ranks:
                 raise
             raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
 
+    def rank(self, copy: Copy) -> int:
+        """Number of the rank that returns the copy's results."""
+        return self._actors.index(copy.actors[copy.head])
+
     async def move(self, to_devices: bool) -> None:
         """Load or offload the model. Offloading ignores dead ranks: the next sample reveals them."""
         async with self._moving:
@@ -230,11 +235,13 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         await first_of(*(self._serve_copy(copy, member) for copy in member.copies))
 
     async def _serve_copy(self, copy: Copy, ranks: Ranks) -> None:
+        lane = f"reward_models.{self.name}", self._fleet.members.index(ranks) + ranks.rank(copy), "score"
         while True:
             copy.under_way = batch = await self._take(ranks)
             async with self._fleet.at_work(ranks):
                 try:
-                    results = await ranks.score(copy, [job.item for job in batch])
+                    with POOL_WORK.of(*lane):
+                        results = await ranks.score(copy, [job.item for job in batch])
                 except Exception as error:  # a process edge: recorded as a failure of these samples
                     cause = ranks.cause(error)
                     # Other ranks of the copy may wait for the failed one.

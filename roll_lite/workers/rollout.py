@@ -27,6 +27,7 @@ from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.fleet import Fleet, MemberState, Policy
 from roll_lite.distributed.place import ActorMember
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
+from roll_lite.observability.timers import POOL_WORK, Span
 from roll_lite.rewards.base import CANNED_RESPONSE, RewardFailed
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.filters import filter_of
@@ -80,6 +81,8 @@ class RolloutBatch:
     """Seconds from the last answer to the loss, for engines lost since the last batch."""
     ledger: bytes = b""
     state: dict[str, Any] = field(default_factory=dict)
+    work: list[Span] = field(default_factory=list)
+    """Work of reward models, judges and environment workers since the last batch."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
@@ -284,7 +287,7 @@ class RolloutWorker(AsyncWorker):
         blocks = [tokens_of(trainable, self._columns)]
         if self._per_turn and len(rows):
             blocks.append(turn_rewards_of(trainable, self._per_turn))
-        return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
+        return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state, POOL_WORK.take())
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
         """Return rows and tokens of finished groups certain to be in the current batch and not in `known`; nothing for fewer than `least`

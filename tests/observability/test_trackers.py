@@ -108,16 +108,21 @@ def test_prometheus_reads_the_newest_metrics(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (tracker,) = build_trackers([TrackerConfig(name="prometheus", args={"port": port})], TrackedRun(tmp_path, "mine"))
+    of_roles = {"ranks/slowest_seconds/actor_train/load": 2.0, "offload/in_megabytes/reference": 3.0}
     for step, value in ((1, 0.25), (2, 0.75)):
-        tracker.log(step, {"reward/mean": value, "domain/math/reward/mean": value / 2, "time/train": 1.5, "actor/loss": math.nan})
+        tracker.log(
+            step, {"reward/mean": value, "domain/math/reward/mean": value / 2, "time/train": 1.5, "actor/loss": math.nan, **of_roles}
+        )
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert lines == [
-        'roll_lite_step{domain="",experiment="mine"} 2.0',
-        'roll_lite_reward_mean{domain="",experiment="mine"} 0.75',
-        'roll_lite_reward_mean{domain="math",experiment="mine"} 0.375',
-        'roll_lite_time_train{domain="",experiment="mine"} 1.5',
-        'roll_lite_actor_loss{domain="",experiment="mine"} NaN',
+        'roll_lite_step{domain="",experiment="mine",role=""} 2.0',
+        'roll_lite_reward_mean{domain="",experiment="mine",role=""} 0.75',
+        'roll_lite_reward_mean{domain="math",experiment="mine",role=""} 0.375',
+        'roll_lite_time_train{domain="",experiment="mine",role=""} 1.5',
+        'roll_lite_actor_loss{domain="",experiment="mine",role=""} NaN',
+        'roll_lite_ranks_slowest_seconds_load{domain="",experiment="mine",role="actor_train"} 2.0',
+        'roll_lite_offload_in_megabytes{domain="",experiment="mine",role="reference"} 3.0',
     ]
     assert "# HELP roll_lite_reward_mean Score of the accepted samples" in text
     with pytest.raises(ValueError, match="trackers.0: prometheus: OSError.*in use"):

@@ -157,11 +157,15 @@ def test_trackers_get_spans_and_some_samples(journal: Journal, monkeypatch: pyte
         with journal.timers.phase("train"):
             now = time.time()
             journal.worked({"critic": [{"train": PhaseWork(None, 2.0, [(outside - 9, 0.5), (outside, 0.5), (now, 1.5)])}]})
+        journal.pool_work = [Span("judges.grader[0] score", now, 0.5, "step", "judges.grader", 0)]
     assert [(span.name, span.parent) for span in spans] == [
         *(("step", ""), ("learn", "step"), ("learn/train", "learn")),
-        *(("critic[0] train", "step"), ("critic[0] train", "learn/train")),
+        *(("critic[0] train", "step"), ("critic[0] train", "learn/train"), ("judges.grader[0] score", "step")),
     ]
-    assert [(span.start, span.seconds, span.role, span.rank) for span in spans[4:]] == [(now, 1.5, "critic", 0)]
+    assert [(span.start, span.seconds, span.role, span.rank) for span in spans[4:]] == [
+        (now, 1.5, "critic", 0),
+        (now, 0.5, "judges.grader", 0),
+    ]
     (written,) = map(json.loads, (journal.folder / "spans.jsonl").read_text().splitlines())
     assert written["step"] == 9 and [row[0] for row in written["spans"]] == [span.name for span in spans]
     assert written["spans"][4] == [spans[4].name, pytest.approx(now, abs=1e-3), 1.5, "critic", 0]

@@ -242,13 +242,47 @@ def test_rates_of_a_7b_on_an_h100() -> None:
 
 def test_phases_of_a_step() -> None:
     time = step_time(config(), public("Qwen/Qwen2.5-7B"), DEVICES["H100"], 800_000)
-    assert list(time.phases) == ["log_probs actor_train", "train actor_train", "sync_weights", "generate"]
+    assert list(time.phases) == ["log_probs actor_train", "train actor_train", "sync_weights", "load and offload", "generate"]
     train, passes = time.phases["train actor_train"], time.phases["log_probs actor_train"].seconds
     assert train.parts["matrix products"] == pytest.approx(train.flops / (8 * 989e12 * 0.45))
     others = sum(one.seconds for one in time.phases.values())
     assert time.estimate_s == pytest.approx(others + 3072 * time.scenario.rates.pass_s), "the longest response comes last"
     assert train.bottleneck == "matrix products" and 0 < time.engine_share < 1
     assert time.scenario.trainer.log_probs == pytest.approx(passes / (train.seconds + passes))
+
+
+def test_what_offloaded_roles_move_is_part_of_the_step() -> None:
+    """By hand, for 7,615,616,512 bfloat16 weights on TP 2 x DP 4: loaded for the weight update, log-probs and training, copied out once;
+    float32 weights and two moments, a quarter on each rank, go both ways."""
+    model, h100 = public("Qwen/Qwen2.5-7B"), DEVICES["H100"]
+    time, half = step_time(config(), model, h100, 800_000), 7_615_616_512 / 2
+    moves = time.phases["load and offload"]
+    assert moves.moved_bytes == pytest.approx(half * 2 * (3 + 1) + 2 * half * 12 / 4, rel=1e-6)
+    assert moves.seconds == pytest.approx(moves.moved_bytes / (64e9 * 0.7)) and moves.bottleneck == "host memory: actor_train"
+    assert (time.scenario.trainer.overhead_s, time.scenario.offload_s) == (moves.seconds, 0.0)
+    on_host = step_time(config("qwen2.5_7b_grpo", "actor_train.optimizer.on_host=true"), model, h100, 800_000)
+    assert on_host.phases["load and offload"].moved_bytes == pytest.approx(half * 2 * 4 + 2 * half * 4 / 4, rel=1e-6)
+    kl = config("qwen2.5_7b_grpo", "algorithm.kl_in_loss.coef=0.1", "reference={strategy: {tensor_parallel: 2, sequence_parallel: true}}")
+    more = step_time(kl, model, h100, 800_000).phases["load and offload"].moved_bytes - moves.moved_bytes
+    assert more == pytest.approx(half * 2, rel=1e-6), "once in; its copy on the host stays"
+    split = config("qwen2.5_7b_grpo", "placement=split", "actor_train.devices=4", "actor_infer.devices=4")
+    assert "load and offload" not in step_time(split, model, h100, 800_000).phases
+
+
+def test_evaluations_have_engines_only(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--config-name", "tiny_grpo", "mode=evaluate", "validation.samples_per_prompt=2", "simulation.responses.prompts=50"]
+    given = ["~simulation.domains", "validation.sampling.max_tokens=4"]
+    assert main([*asked, *given, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert list(plan["memory_bytes"]) == ["actor_infer"] and {one["phase"] for one in plan["phases"]} == {"generate"}
+    assert list(plan["times"]) == ["generate"] and list(plan["supplies"]) == ["sync"] and plan["problems"] == []
+    run = load_config("tiny_grpo", CONFIGS, [*asked[3:], *given])
+    scenario = step_time(run, find(run.model.path, "tiny_grpo", None), DEVICES["H100"], 10**6).scenario
+    assert (scenario.rollout.prompts_per_step, scenario.steps) == (50 * len(run.domains), 1)
+    assert {(one.samples_per_prompt, one.max_tokens) for one in scenario.domains} == {(2, 4)}
+    assert main([*asked, "--search", "2"]) == 2 and "mode: evaluate has none" in capsys.readouterr().err
+    assert main(["plan", "--config-name", "evaluate", "--model", "Qwen2.5-7B", "--device", "A100"]) == 0
+    assert "a step is the whole evaluation: 10,000 prompts" in capsys.readouterr().out
 
 
 def test_models_are_found_by_name(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.data.samples import Author, FinishReason, GenerationRequest, Prompt, Sampling, TokenRow, Turn
 from roll_lite.data.templates import load_tokenizer
+from roll_lite.observability.timers import POOL_WORK
 from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 from roll_lite.workers import environment
 from roll_lite.workers.environment import EnvironmentPool
@@ -67,8 +69,12 @@ async def outcome(environments: EnvironmentPool, talk: Conversation, **columns: 
 
 async def test_an_episode_from_prompt_to_score() -> None:
     async with pool("HigherLower", args={"bonus": 0.5}) as environments:
-        talk = conversation("3", "5")
+        POOL_WORK.take()
+        since, talk = time.time(), conversation("3", "5")
         assert await outcome(environments, talk) == "played"
+    work = POOL_WORK.take()
+    assert {(one.name, one.role, one.rank) for one in work} == {(f"{environments._path}[0] play", environments._path, 0)}
+    assert since - 0.1 <= work[0].start and sum(one.seconds for one in work) <= time.time() - since + 0.1
     transcript = talk.transcript()
     assert [(one.author, one.length) for one in transcript.segments] == [
         (Author.PROMPT, 6),

@@ -25,6 +25,7 @@ from roll_lite.distributed.place import Place
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.base import RankLayout
 from roll_lite.observability.device_memory import PhaseMemory
+from roll_lite.observability.timers import POOL_WORK
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.workers import reward_model_pool
 from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker
@@ -151,8 +152,13 @@ async def until_restarted(model: RewardModelPool) -> None:
 async def test_scores_come_back_to_their_texts_in_batches_over_the_copies() -> None:
     actors = ranks(2, seconds=0.02)
     async with client(actors, micro_batch_size=8) as model:
+        POOL_WORK.take()
         scores = await asyncio.gather(*(model.score("x" * i) for i in range(1, 65)))
     assert scores == [float(i) for i in range(1, 65)]
+    seconds = dict.fromkeys([(f"reward_models.{model.name}", 0), (f"reward_models.{model.name}", 1)], 0.0)
+    for one in POOL_WORK.take():
+        seconds[one.role, one.rank or 0] += one.seconds
+    assert len(seconds) == 2 and all(one >= 4 * 0.02 for one in seconds.values()), "four calls of each copy"
     sizes = [[len(call) for call in actor.calls] for actor in actors]
     assert sizes == [[8] * 4, [8] * 4]
 

@@ -9,15 +9,17 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import psutil
 import pytest
 import ray
 
-from roll_lite.config.schema.domains import FormatConfig, RewardConfig
+from roll_lite.config.schema.domains import FormatConfig, RewardConfig, RewardTermConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed import fleet, place
+from roll_lite.observability.timers import POOL_WORK
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.workers import reward
 from roll_lite.workers.reward import RewardPool, RewardWorker
@@ -58,6 +60,21 @@ async def test_scores_come_back_to_their_samples_from_several_workers() -> None:
     async with pool(f"{USER}.length", workers=2) as rewards:
         scores = await asyncio.gather(*(rewards.score(item("x" * i)) for i in range(200)))
     assert [score.value for score in scores] == [float(i) for i in range(200)]
+
+
+async def test_scoring_that_asks_a_judge_is_the_judges_work() -> None:
+    judge = {"server": "grader", "url": ["http://127.0.0.1:9/v1"], "model": "m"}
+    asking = RewardPool("toy", RewardConfig(name="judge", args=judge, terms=[RewardTermConfig(name="judge", args=judge)]))
+    assert asking._judges == ["judges.grader"]
+    POOL_WORK.take()
+    async with pool(f"{USER}.length", workers=2) as rewards:
+        await rewards.score(item())
+        assert POOL_WORK.take() == []
+        rewards._judges = asking._judges
+        await asyncio.gather(*(rewards.score(item("x" * i)) for i in range(20)))
+    work = POOL_WORK.take()
+    assert {(one.name, one.rank) for one in work} == {("judges.grader[0] score", 0)}
+    assert all(one.start + one.seconds < other.start for one, other in pairwise(work)), "overlapping calls are one span"
 
 
 async def test_functions_run_in_the_main_thread() -> None:

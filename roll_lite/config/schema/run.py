@@ -233,7 +233,7 @@ class ChaosConfig(Section):
     slow_s: PositiveFloat = 10.0
     """Seconds for which a process is slow."""
     cut_s: PositiveFloat = 10.0
-    """Seconds for which a node is cut off. From half a minute on, Ray drops the node and must be restarted there."""
+    """Seconds for which a node is cut off. From about a minute on, Ray drops the node and must be restarted there."""
     most: PositiveInt | None = None
     """Maximum faults."""
     seed: int = 0
