@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -32,15 +32,13 @@ DRAIN_SECONDS = 3.0
 
 @dataclass
 class _Start:
-    """Engine that is starting. `calls`: Ray calls, in this order: node comparisons, `initialize`, `place`."""
+    """Engine that is starting. `calls`: Ray calls: `until_placed`, `initialize`, comparisons of its nodes that are new to the run."""
 
     calls: list[ray.ObjectRef]
-    compared: set[str] = field(default_factory=set)
-    """Nodes whose comparison has begun. An engine's further nodes are known after its start."""
     place: Place | None = None
     """Node and process; None until the engine has started."""
     since: float | None = None
-    """Time at which the process was first seen to run; None while it may wait for devices."""
+    """Time at which its processes on all nodes were first seen to run; None while it may wait for devices."""
 
 
 @dataclass(frozen=True)
@@ -200,15 +198,13 @@ class EngineRestarts:
             answers = ray.get(ready)
         except Exception as error:  # a process edge: it becomes the cause
             return cause_of(error)
-        if start.calls[-1] not in ready:
+        if start.calls[0] not in ready:
             return None
-        start.since = start.since or WATCHDOG.time()
-        has_started = len(answers) == len(start.calls)
-        place = answers[-2] if has_started else answers[-1]  # only the answer of `initialize` has the engine's further nodes
-        comparisons = self._later_nodes.compare(self._group.name, place.nodes - start.compared)
-        start.compared |= place.nodes
-        start.calls[:0] = comparisons
-        if has_started and not comparisons:
+        place: Place = answers[0]
+        if start.since is None:
+            start.since = WATCHDOG.time()
+            start.calls += self._later_nodes.compare(self._group.name, place.nodes)
+        if len(answers) == len(start.calls):
             start.place = place
         elif self._start_s and WATCHDOG.time() - start.since > self._start_s:
             return f"it did not start within {self._start_s:g} s (limits.start)"
@@ -238,7 +234,7 @@ class EngineRestarts:
 
     def _start(self, engine: int, actor: Any) -> None:
         turns = self._engines.turns
-        self._starts[engine] = _Start([actor.initialize.remote(engine % turns, turns), actor.place.remote()])
+        self._starts[engine] = _Start([actor.until_placed.remote(), actor.initialize.remote(engine % turns, turns)])
 
     def _follow_drains(self) -> None:
         places = {engine: pulse.place for engine, pulse in self._group.living_pulses() if pulse.place is not None}

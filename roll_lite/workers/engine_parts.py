@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,7 +14,6 @@ from ray.exceptions import RayError
 
 from roll_lite.distributed.failures import MemberLost, cause_of
 from roll_lite.distributed.liveness import first_of
-from roll_lite.distributed.place import Place
 from roll_lite.distributed.strategy.base import EngineNode, EngineSpec
 from roll_lite.distributed.strategy.build import build_part
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses, kill_all
@@ -43,11 +42,10 @@ class EnginePartWorker(AsyncWorker):
         self._part = build_part(replace(spec, node=replace(node, address=own_address())))
         self._processes = EngineProcesses()
 
-    async def start(self) -> Place:
+    async def start(self) -> None:
         self._part.check_version()
         self._processes.watch(await self._part.start())
         self._watching = asyncio.create_task(self._watch())
-        return await self.place()
 
     async def _watch(self) -> None:
         while self._processes.running():  # noqa: ASYNC110 (processes make no events)
@@ -69,21 +67,34 @@ class EngineParts:
         self.spec = replace(spec, node=node)
         self._node = node
         self._actors: list[Any] = []
+        self._placed: asyncio.Future[list[str]] | None = None
         self._start_is_over = threading.Event()
         self.lost: str | None = None
         self.nodes: tuple[str, ...] = ()
-        """Further nodes of the engine; empty until it has started."""
+        """Further nodes of the engine; empty until their actors run."""
 
-    async def start(self, engine: Awaitable[None]) -> None:
-        """Start the actors on further nodes together with `engine` (the first node's part): each waits for the others."""
-        make = ray.remote(EnginePartWorker)
-        numbered = list(enumerate(self._options, start=1))
-        self._actors = [make.options(**own).remote(self.spec, replace(self._node, number=number)) for number, own in numbered]
-        started = {actor.start.remote(): number for actor, (number, _) in zip(self._actors, numbered, strict=True)}
-        threading.Thread(target=self._look_after, args=(started,), daemon=True, name="engine-parts").start()
+    async def place(self) -> None:
+        """Create the actors on further nodes, and wait until they run: Ray may still wait for a node."""
+        self._placed = self._placed or asyncio.gather(*(self._place(number, own) for number, own in enumerate(self._options, start=1)))
+        self.nodes = tuple(await self._placed)
+
+    async def _place(self, number: int, options: Mapping[str, Any]) -> str:
+        actor = ray.remote(EnginePartWorker).options(**options).remote(self.spec, replace(self._node, number=number))
+        self._actors.append(actor)
         try:
-            await engine
-            self.nodes = tuple([place.node for place in await asyncio.gather(*started)])
+            node: str = (await actor.place.remote()).node
+        except RayError as error:
+            raise RuntimeError(_lost_part(number, error)) from error
+        return node
+
+    async def start(self, engine: Callable[[], Awaitable[None]]) -> None:
+        """Start the parts on further nodes together with `engine` (the first node's part), since each waits for the others."""
+        try:
+            await self.place()
+            started = {actor.start.remote(): number for number, actor in enumerate(self._actors, start=1)}
+            threading.Thread(target=self._look_after, args=(started,), daemon=True, name="engine-parts").start()
+            await engine()
+            await asyncio.gather(*started)
         except BaseException as error:
             self._start_is_over.set()
             self.kill()

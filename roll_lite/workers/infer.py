@@ -75,11 +75,17 @@ class InferWorker(AsyncWorker):
         if self._parts is None:
             await self._strategy.initialize()
         else:
-            await self._parts.start(self._strategy.initialize())
+            await self._parts.start(self._strategy.initialize)
             self._watching_parts = asyncio.create_task(self._watch_parts(self._parts))
         freeze_heap()
         self._watching = asyncio.create_task(self._watch())
         self._ready.set()
+        return await self.place()
+
+    async def until_placed(self) -> Place:
+        """Wait until the engine's actors on further nodes run, if any, and import the engine's package meanwhile."""
+        if self._parts is not None:
+            await asyncio.gather(self._parts.place(), self._strategy.preload())
         return await self.place()
 
     async def place(self) -> Place:  # type: ignore[override]

@@ -14,11 +14,13 @@ import pytest
 from roll_lite.files import record
 from roll_lite.pipeline.checkpoint_files import check_sums, finished_checkpoints, read_list, read_state
 from roll_lite.pipeline.checkpoint_files import steps_of as checkpoint_step
-from tests.chaos.test_training_ranks import SETTINGS, assert_equal
+from tests.chaos.test_engine_restarts import wait_until
+from tests.chaos.test_training_ranks import SETTINGS, assert_equal, restarts
 from tests.integration.test_runs import Run, command_of, until_gone
 
 KILLS = 10
 SAVES = 50
+RANK_KILLS = 6
 RECORDED = ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "validation.enabled=false"]
 MANY_RESTARTS = [f"{role}.restarts=100" for role in ("actor_train", "actor_infer", "rollout")]
 
@@ -82,15 +84,7 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(3000)
 def test_after_each_of_fifty_kills_during_saves_the_last_good_checkpoint_loads(tmp_path: Path, dumps: Path) -> None:
     draw = random.Random(5)
-    settings = [
-        *RECORDED,
-        "mode=train_only",
-        "algorithm.old_log_probs=rollout",
-        f"replay.path={dumps}",
-        "steps=200",
-        "checkpoint.every=1",
-        "checkpoint.keep=3",
-    ]
+    settings = [*saving(dumps), "steps=200"]
     newest, hit = 0, 0
     for number in range(SAVES):
         asynchronous = f"checkpoint.asynchronous={'true' if number % 2 else 'false'}"
@@ -104,17 +98,54 @@ def test_after_each_of_fifty_kills_during_saves_the_last_good_checkpoint_loads(t
             run.finish(60)
         assert until_gone(family, 60) == []
         hit += partial.exists()
-        checkpoint = finished_checkpoints(run.folder)[-1]
-        step = read_state(checkpoint)["pipeline"]["steps_done"]
-        assert step == checkpoint_step(checkpoint) >= newest, "a complete checkpoint was lost"
-        wanted = read_list(checkpoint)
-        assert wanted is not None
-        check_sums(checkpoint, wanted, [(name, record(checkpoint / name)) for name in wanted])
-        newest = step
+        newest = whole_checkpoint(run.folder, newest)
     assert hit >= SAVES / 4, "most kills came when nothing was being saved"
     with Run(tmp_path, "tiny_gspo", *settings, f"steps={newest + 1}", "checkpoint.resume=auto") as run:
         code, output = run.finish(200)
     assert code == 0, output
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_run_whose_ranks_are_killed_one_at_a_time_during_saves_goes_on(
+    tmp_path: Path, dumps: Path, undisturbed: Any, asynchronous: str
+) -> None:
+    """Each time its last good checkpoint is whole, and it ends with the bits of a run that nobody disturbs."""
+    settings = ["tiny_gspo", *saving(dumps), f"checkpoint.asynchronous={asynchronous}", "deterministic=true", "steps=40"]
+    settings += ["actor_train.devices=2", "actor_train.restarts=100"]
+    quiet = undisturbed(*settings)
+    draw = random.Random(6)
+    newest, hit = 1, 0
+    with Run(tmp_path, *settings) as run:
+        for kills in range(RANK_KILLS):
+            partial = until_saving(run, newest + draw.randrange(1, 4))
+            time.sleep(draw.random() * 0.3)
+            rank = draw.choice([one for one in run.tree() if "ActorWorker" in " ".join(command_of(one))])
+            hit += partial.exists()
+            rank.kill()
+            newest = whole_checkpoint(run.folder, newest)
+            wait_until(run, lambda: restarts(run) > kills)  # noqa: B023
+        code, output = run.finish(400)
+    assert code == 0 and output.count("actor_train is back at step") == RANK_KILLS, output
+    assert hit >= RANK_KILLS / 4, "most kills came when nothing was being saved"
+    assert_equal(run, quiet)
+
+
+def saving(dumps: Path) -> list[str]:
+    checkpoints = ["checkpoint.every=1", "checkpoint.keep=3"]
+    return [*RECORDED, "mode=train_only", "algorithm.old_log_probs=rollout", f"replay.path={dumps}", *checkpoints]
+
+
+def whole_checkpoint(folder: Path, least: int) -> int:
+    """Step of the last complete checkpoint, whose files are what was saved; at least that step."""
+    checkpoint = finished_checkpoints(folder)[-1]
+    step: int = read_state(checkpoint)["pipeline"]["steps_done"]
+    assert step == checkpoint_step(checkpoint) >= least, "a complete checkpoint was lost"
+    wanted = read_list(checkpoint)
+    assert wanted is not None
+    check_sums(checkpoint, wanted, [(name, record(checkpoint / name)) for name in wanted])
+    return step
 
 
 def until_saving(run: Run, step: int) -> Path:

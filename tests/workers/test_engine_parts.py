@@ -36,13 +36,19 @@ class Answer:
     """A reference to the answer of an actor."""
 
     def __init__(self, error: RayError | None = None, never: bool = False) -> None:
-        self.error, self.never = error, never
+        self.error, self.never, self.gate = error, never, asyncio.Event()
+        if not never:
+            self.gate.set()
 
     def __await__(self) -> Generator[Any, None, Place]:
-        yield from asyncio.sleep(1000 if self.never else 0).__await__()
+        yield from self.gate.wait().__await__()
         if self.error is not None:
             raise self.error
         return Place("its node", 1)
+
+
+async def nothing() -> None:
+    pass
 
 
 class Rays:
@@ -50,6 +56,7 @@ class Rays:
 
     def __init__(self, started: Answer, death: Answer) -> None:
         self.answers = [(started, death), (Answer(), Answer(never=True))]
+        self.placed = Answer()
         self.made: list[tuple[dict[str, Any], EngineNode]] = []
         self.killed: list[Any] = []
 
@@ -59,7 +66,8 @@ class Rays:
     def make(self, options: dict[str, Any], node: EngineNode) -> Any:
         started, death = self.answers[len(self.made)]
         self.made.append((options, node))
-        return SimpleNamespace(start=SimpleNamespace(remote=lambda: started), until_death=SimpleNamespace(remote=lambda: death))
+        answers = {"place": self.placed, "start": started, "until_death": death}
+        return SimpleNamespace(**{name: SimpleNamespace(remote=lambda answer=answer: answer) for name, answer in answers.items()})
 
     def wait(self, pending: Sequence[Answer], timeout: float) -> tuple[list[Answer], list[Answer]]:
         time.sleep(0.01)
@@ -82,7 +90,7 @@ def parts_of(monkeypatch: pytest.MonkeyPatch, started: Answer, death: Answer | N
 
 async def test_every_further_node_has_an_actor_that_knows_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     parts, rays = parts_of(monkeypatch, Answer())
-    await parts.start(asyncio.sleep(0))
+    await parts.start(nothing)
     first = parts.spec.node
     assert first is not None and (first.nodes, first.number, first.address) == (3, 0, "127.0.0.1")
     assert [(options["num_cpus"], node.number) for options, node in rays.made] == [(1, 1), (2, 2)]
@@ -102,7 +110,7 @@ async def test_an_engine_that_waits_for_a_part_that_is_gone_is_ended_and_told_wh
         raise ValueError("the engine's process ended while it started")
 
     with pytest.raises(RuntimeError, match="the engine's part on its node 1: RayError: no memory"):
-        await asyncio.wait_for(parts.start(engine()), 30)
+        await asyncio.wait_for(parts.start(engine), 30)
     assert len(rays.killed) == 2
 
 
@@ -113,13 +121,34 @@ async def test_an_engine_that_fails_by_itself_takes_its_parts_with_it(monkeypatc
         raise ValueError("kv_cache_mb is too little")
 
     with pytest.raises(ValueError, match="kv_cache_mb is too little"):
-        await parts.start(engine())
+        await parts.start(engine)
+    assert len(rays.killed) == 2
+
+
+async def test_an_engine_starts_once_all_its_nodes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, rays = parts_of(monkeypatch, Answer())
+    gate, begun = asyncio.Event(), []
+    rays.placed.gate = gate
+    placing = asyncio.create_task(parts.place())
+    starting = asyncio.create_task(parts.start(lambda: asyncio.sleep(0, begun.append(True))))
+    await asyncio.sleep(0.05)
+    assert (len(rays.made), parts.nodes, begun, placing.done()) == (2, (), [], False)
+    gate.set()
+    await asyncio.wait_for(asyncio.gather(placing, starting), 30)
+    assert (len(rays.made), parts.nodes, begun) == (2, ("its node", "its node"), [True])
+
+
+async def test_an_actor_that_cannot_start_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, rays = parts_of(monkeypatch, Answer())
+    rays.placed.error = RayError("no memory")
+    with pytest.raises(RuntimeError, match="the engine's part on its node 1: RayError: no memory"):
+        await parts.start(nothing)
     assert len(rays.killed) == 2
 
 
 async def test_the_loss_of_a_part_has_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = Answer(RayActorError(error_msg="its node died"))
     parts, _ = parts_of(monkeypatch, Answer(), lost)
-    await parts.start(asyncio.sleep(0))
+    await parts.start(nothing)
     assert await parts.until_lost() == parts.lost
     assert parts.lost == "the engine's part on its node 1: its process died: its node died"

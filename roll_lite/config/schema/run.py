@@ -186,7 +186,8 @@ class LimitsConfig(Section):
     rollout service restart (`restarts`), else the run ends. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
-    """Start of models and engines. The start of Ray has its own limit, ray.start_timeout_s."""
+    """Start of models and engines. For an engine that restarts, it begins when all its nodes are there. The start of Ray has its own
+    limit, ray.start_timeout_s."""
     sync_weights: TimeLimit = 3600.0
     """Weight update of all engines. A single wait in it is limited by weight_sync.timeout_s."""
     generate: TimeLimit = 14400.0

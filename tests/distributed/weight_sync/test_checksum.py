@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import statistics
 
 import pytest
 import torch
@@ -68,3 +70,19 @@ def test_samples_of_successive_versions_hold_every_tensor_once() -> None:
     assert sorted(name for one in samples for name in one) == sorted(names)
     assert {len(one) for one in samples} == {3, 4}
     assert [sample(["a", "b", "c"], version) for version in range(4)] == [["a"], ["b"], ["c"], ["a"]], "of few tensors one each time"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "mean", "most"), [("", 1, 1), (r"layers\.7\.", 1.6, 5), (r"o_proj", 2.5, 4), (r"layers\.7\.mlp\.up", 8.5, 16)]
+)
+def test_sampled_updates_until_a_wrong_tensor_comes_up(wrong: str, mean: float, most: int) -> None:
+    """The table of docs/failures.md: names of Qwen2.5-7B; the fault begins at any update."""
+    parts = [f"self_attn.{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")]
+    parts += ["self_attn.o_proj.weight", *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))]
+    parts += ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    layers = [f"model.layers.{layer}.{part}" for layer in range(28) for part in parts]
+    names = ["lm_head.weight", "model.embed_tokens.weight", *layers, "model.norm.weight"]
+    updates = [
+        next(n for n in itertools.count(1) if any(re.search(wrong, name) for name in sample(names, first + n))) for first in range(SAMPLED)
+    ]
+    assert (len(names), round(statistics.fmean(updates), 1), max(updates)) == (339, mean, most)
