@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from roll_lite.algorithms.rewards import RewardRows
+if TYPE_CHECKING:  # not imported, to keep `roll-lite check` fast
+    import torch
+
+    from roll_lite.algorithms.rewards import RewardRows
 
 
 def weights(rows: RewardRows) -> torch.Tensor:

@@ -6,7 +6,6 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
-from roll_lite.config.checks.functions import parameters_of
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig
 from roll_lite.config.schema.base import Refused
@@ -23,6 +22,7 @@ from roll_lite.config.schema.models import (
     TrainRoleConfig,
 )
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.user_function import load_function, parameters_of
 
 TRAINING_ROLES = ("actor_train", "reference", "critic")
 
@@ -248,7 +248,12 @@ def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
 
 def loss_reads_reference(config: RunConfig) -> bool:
     loss = config.algorithm.policy_loss
-    return isinstance(loss, CustomLossConfig) and "ref_log_probs" in parameters_of(loss.function) - loss.args.keys()
+    if not isinstance(loss, CustomLossConfig):
+        return False
+    try:
+        return "ref_log_probs" in parameters_of(load_function(loss.function, "")) - loss.args.keys()
+    except ValueError:  # the check of the function tells
+        return False
 
 
 def uses_reference(config: RunConfig) -> bool:

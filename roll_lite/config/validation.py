@@ -25,6 +25,7 @@ from roll_lite.config.wording import field_type, in_words, refusal
 S = TypeVar("S", bound=Section)
 FORMER_NAMES = ("type", "kind")
 DOTTED_PATH = "a dotted path"
+REMOVED = {"batch_wait_ms": "was removed: samples that wait at the same time share requests; leave it out"}
 NAMES_IN_OTHER_TRAINERS = {
     "learning_rate": "lr",
     "max_new_tokens": "max_tokens",
@@ -150,6 +151,9 @@ class _Walker:
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
             return ["name"]
+        if key in REMOVED:
+            self._refuse((*path, key), value, REMOVED[key])
+            return []
         if others := [discriminator_of(other) for other in sections_at(path) if other is not cls and key in other.model_fields]:
             if value is not None:
                 message = f"is only used by name: {' or '.join(others)}; {discriminator_of(cls)} has the keys {', '.join(cls.model_fields)}"

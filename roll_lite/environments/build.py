@@ -22,10 +22,10 @@ from roll_lite.config.schema.environments import (
     ToolsEnvironmentConfig,
     VerifiersEnvironmentConfig,
 )
+from roll_lite.config.user_function import load_function
 from roll_lite.data.row_values import messages_of
 from roll_lite.data.samples import Prompt
 from roll_lite.data.templates import Tokenizer
-from roll_lite.data.user_function import load_function
 from roll_lite.environments.agents import Agent, command_agent, play_agent
 from roll_lite.environments.base import Task
 from roll_lite.environments.episode import Calls, EpisodeFunction, Limits, Player, Renderer, play_class
@@ -130,7 +130,7 @@ def tools_of(settings: ToolConfig, path: str, calls: Calls, turn_timeout_s: floa
                 from roll_lite.environments.mcp_tool import McpTools
 
                 return McpTools(settings, start_timeout_s)
-        return FunctionTool(load_function(settings.name, "name", "arguments -> result"), calls)
+        return FunctionTool(load_function(settings.name, "name"), calls)
     except (ValueError, *LOST) as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -147,13 +147,13 @@ def agent_of(settings: EndpointEnvironmentConfig, path: str, calls: Calls) -> Ag
     if settings.command is not None:
         return command_agent(settings.command)
     assert settings.function is not None
-    function = load_function(settings.function, path, "(task, endpoint) -> reward or answer")
+    function = load_function(settings.function, path)
     _bind(inspect.signature(function), ("a task", "the endpoint"), settings.function, settings.args, path)
     return partial(calls, function, **settings.args)
 
 
 def play_of(settings: FunctionEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
-    found = load_function(settings.function, path, "async (task, policy) -> reward or None", or_class=True)
+    found = load_function(settings.function, path, or_class=True)
     if isinstance(found, type):
         missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
         if missing:

@@ -11,16 +11,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from roll_lite.config.arithmetic import roles
-from roll_lite.config.checks.functions import locate_module
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.data.user_function import search_current_folder
+from roll_lite.config.user_function import search_current_folder
 from roll_lite.distributed.place import Place, node_addresses, on_node
 from roll_lite.distributed.placement import Placement
 from roll_lite.distributed.ray_session import RaySession
@@ -148,13 +149,17 @@ def users_code(config: RunConfig) -> dict[Path, str]:
 def _imported_from(name: str) -> Path | None:
     """Return the file of a dotted path's module, or its whole package's folder; None if not found here."""
     search_current_folder()
+    top, *below = name.split(".")[:-1]
     try:
-        origin = locate_module(name.rpartition(".")[0]).origin
-    except (ImportError, ValueError):
+        spec = find_spec(top)
+    except (ImportError, ValueError):  # a module loaded in an unusual way, such as __main__, has no spec
         return None
-    if origin is None or not origin.endswith(".py"):
+    for part in below:
+        # Searched by its last part: for a namespace package, the full name looks the parent up among the imported modules.
+        spec = spec and PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
-    place = Path(origin).resolve()
+    place = Path(spec.origin).resolve()
     while (place.parent / "__init__.py").is_file():
         place = place.parent
     return place

@@ -23,10 +23,10 @@ from roll_lite.algorithms.rewards import (
 from roll_lite.config.schema.algorithm import AlgorithmConfig, MasksConfig, RewardShapingConfig
 from roll_lite.config.schema.domains import FormatConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.user_function import load_function
 from roll_lite.data.branches import per_sample, sample_rows_of
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
-from roll_lite.data.user_function import load_function
 from roll_lite.distributed.dataflow import Batch
 
 
@@ -144,7 +144,7 @@ def _weighted(rewards: np.ndarray, rows: RewardRows, domains: Sequence[DomainRew
 
 def _users_weights(rows: RewardRows, name: str) -> np.ndarray:
     setting = "algorithm.masks.function"
-    function = load_function(name, setting, "RewardRows -> weights [samples]")
+    function = load_function(name, setting)
     try:
         result = function(rows)
     except Exception as error:

@@ -134,7 +134,8 @@ class RewardFunction:
         return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score several samples in one call. RewardFailed if the whole call fails; then score the samples one by one."""
+        """Score several samples in one call. If it raises RewardFailed, score the samples one by one; likewise those for which it returns
+        ResponseSuspected."""
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 
     async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
@@ -155,8 +156,6 @@ class RewardFunction:
         found = list(results)
         if len(found) != len(items):
             raise RewardFailed(f"reward {self.name}: returned {len(found)} scores for {len(items)} samples")
-        if suspected := next((one for one in found if isinstance(one, ResponseSuspected)), None):
-            raise suspected
         scores: list[Score | RewardFailed] = []
         for one in found:
             try:

@@ -24,11 +24,11 @@ from rich.text import Text
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.user_function import nearest_aside
 from roll_lite.data.prompts import PromptSet, Split, load_prompts
 from roll_lite.data.samples import FinishReason, Prompt, RewardInput, Score
 from roll_lite.data.sources import read_rows
 from roll_lite.data.templates import load_tokenizer
-from roll_lite.data.user_function import nearest_aside
 from roll_lite.rewards.base import RewardType, written
 from roll_lite.rewards.registry import REWARDS, typed_reward
 from roll_lite.rewards.running.reward_process import RewardProcess

@@ -8,14 +8,13 @@ from typing import Any
 
 from pydantic import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeAdapter, ValidationError
 
-from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import NO_VALUE, Problem, did_you_mean
 from roll_lite.config.schema.base import readable
 from roll_lite.config.schema.domains import DomainConfig, RewardConfig, RewardTermConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.user_function import check_function, load_function, nearest_aside
 from roll_lite.config.validation import section_from
 from roll_lite.data.check import columns_missing
-from roll_lite.data.user_function import load_function, nearest_aside
 from roll_lite.rewards.base import RewardFunction, RewardType, hints_of
 from roll_lite.rewards.terms import Reward, Term, labels_of
 
@@ -70,7 +69,7 @@ def _build_function(name: str, args: Mapping[str, Any], path: str) -> RewardFunc
             f"{path}.name: {name!r} is no reward{nearest_aside(name, list(REWARDS))}; "
             f"there are {', '.join(REWARDS)}, and dotted paths to functions of your own, package.module.function"
         )
-    function = load_function(name, f"{path}.name", "sample -> score")
+    function = load_function(name, f"{path}.name")
     signature = inspect.signature(function)
     try:
         signature.bind(None, **args)

@@ -8,8 +8,8 @@ from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from roll_lite.config.schema.domains import GroupFilterConfig
+from roll_lite.config.user_function import load_function
 from roll_lite.data.samples import SampleGroup, Score
-from roll_lite.data.user_function import load_function
 
 LOW, HIGH, FUNCTION = "low", "high", "function"
 """Reasons for filtering: statistic too low, too high, rejected by the user's function."""
@@ -73,5 +73,5 @@ def filter_of(config: GroupFilterConfig | None) -> GroupFilter | None:
     if config.name in MEASURES:
         cause = kept_between(config.name, *config.bounds)
     else:
-        cause = kept_by(load_function(config.name, "rollout.filter.name", "SampleGroup -> bool"), config.name)
+        cause = kept_by(load_function(config.name, "rollout.filter.name"), config.name)
     return GroupFilter(cause, config.tries, fill=config.when_short == "fail")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from roll_lite.algorithms.advantages import spread_over_tokens
-from roll_lite.data.user_function import load_function
+from roll_lite.config.user_function import load_function
 
 WHERE = "algorithm.advantage.function"
 
@@ -58,7 +58,7 @@ class CreditInputs:
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call the user's estimator. Return advantages and the critic's targets (None without a critic), [B, T-1], 0 where masked. One number
     per row counts for its policy tokens."""
-    result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
+    result = load_function(name, WHERE)(inputs, **args)
     pair = isinstance(result, tuple)
     if inputs.values is not None and not (pair and len(result) == 2):
         raise ValueError(f"{WHERE}: with a critic {name} returns (advantages, returns), the critic's targets")

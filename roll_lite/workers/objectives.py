@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,8 +22,8 @@ from roll_lite.algorithms.losses import (
 )
 from roll_lite.algorithms.token_metrics import Peaks, RatioHistogram, RowSums, mismatch_of_tokens, sums_by_domain
 from roll_lite.config.schema.losses import GIVEN_TO_LOSSES, CustomLossConfig, MismatchCorrectionConfig, PolicyLossConfig, PpoLossConfig
+from roll_lite.config.user_function import load_function, parameters_of
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
-from roll_lite.data.user_function import load_function
 
 OldLogProbs = Literal["recompute", "current", "rollout"]
 
@@ -251,13 +250,12 @@ def optional_loss_inputs(config: PolicyLossConfig) -> tuple[str, ...]:
     """Return the entries of GIVEN_TO_LOSSES that the user's function has as parameters."""
     if not isinstance(config, CustomLossConfig):
         return ()
-    parameters = list(signature(_users_function(config)).parameters.values())[1:]
-    named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)} - config.args.keys()
+    named = parameters_of(_users_function(config)) - config.args.keys()
     return tuple(name for name in GIVEN_TO_LOSSES if name in named)
 
 
 def _users_function(config: CustomLossConfig) -> Callable[..., Any]:
-    return load_function(config.function, USERS_LOSS, "(PolicyTerms, **args) -> PolicyLoss")
+    return load_function(config.function, USERS_LOSS)
 
 
 def policy_loss(config: PolicyLossConfig, terms: PolicyTerms, **given: torch.Tensor) -> PolicyLoss:

@@ -1,4 +1,4 @@
-"""Functions of users, found and held against their signatures without importing their modules."""
+"""Functions of users, imported and held against their signatures."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import pytest
 from config_project import Project
 from support_cases import cases
 
-from roll_lite.config.checks.functions import check_function
+from roll_lite.config.user_function import check_function
 
 MODULE = """
 import os
 import sys
-from functools import partial, lru_cache
-from pack import handed_on, klass as renamed, nowhere
+from functools import partial, lru_cache, wraps
+from math import hypot
+from pack import handed_on, klass as renamed
 
 if sys.version_info > (3, 0):
     def under_if(sample, limit=1): ...
@@ -36,6 +37,11 @@ def by_place(sample, limit=1, /, other=2): ...
 def no_sample(*, limit): ...
 @lru_cache
 def decorated(sample): ...
+def hides(function):
+    def inner(*args, **kwargs): ...
+    return inner
+@hides
+def hidden_arguments(sample): ...
 class Klass:
     def inside(self): ...
 def outer():
@@ -48,13 +54,13 @@ annotated: object = plain
 number = 3
 text: str = "x"
 table = {"a": 1}
-around = round_about
-round_about = around
 instance = Klass()
+class Callable:
+    def __call__(self, sample, limit): ...
+callable_instance = Callable()
 """
 PACKAGE = """
 from .deeper import handed_on
-from pack.loop import nowhere
 class klass: ...
 """
 
@@ -64,7 +70,6 @@ def user_modules(project: Project) -> None:
     project.write("ours.py", MODULE)
     project.write("pack/__init__.py", PACKAGE)
     project.write("pack/deeper.py", "def handed_on(sample, limit=1): ...")
-    project.write("pack/loop.py", "from pack import nowhere")
 
 
 @pytest.mark.parametrize(("name", "given", "path", "says"), cases("config/functions"))
@@ -76,24 +81,43 @@ def test_functions_and_their_arguments(name: str, given: list[str], path: str | 
 
 
 def test_a_module_that_makes_its_names_up(project: Project) -> None:
-    project.write("lazy.py", "def __getattr__(name): ...")
+    project.write("lazy.py", "def __getattr__(name): return lambda sample: 1.0")
     project.write("starred.py", "from pack import *")
     assert list(check_function("reward", "name", "lazy.anything", {})) == []
-    assert list(check_function("reward", "name", "starred.anything", {})) == []
+    assert list(check_function("reward", "name", "starred.handed_on", {})) == []
 
 
 def test_other_encodings_and_files_that_are_no_python(project: Project) -> None:
     (project.folder / "latin.py").write_bytes("# coding: latin-1\n# é\ndef f(sample, limit): ...\n".encode("latin-1"))
     assert [one.path for one in check_function("reward", "name", "latin.f", {})] == ["reward.args"]
-    for content in (b"def f(", b"\xff\xfe", b"x = '\0'", b"# coding: klingon\n"):
-        (project.folder / "broken.py").write_bytes(content)
-        (problem,) = check_function("reward", "name", "broken.f", {})
-        assert problem.path == "reward.name" and "cannot be read" in problem.message
+    for number, content in enumerate((b"def f(", b"\xff\xfe", b"x = '\0'", b"# coding: klingon\n")):
+        (project.folder / f"broken{number}.py").write_bytes(content)
+        (problem,) = check_function("reward", "name", f"broken{number}.f", {})
+        assert problem.path == "reward.name" and f"importing broken{number} failed: SyntaxError: " in problem.message
 
 
-def test_nothing_is_imported(project: Project) -> None:
-    project.write("loud.py", "raise SystemExit('imported')\ndef f(sample, limit=1): ...\n")
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("from math import nope", "ImportError: cannot import name 'nope' from 'math'"),
+        ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
+        ("import sys; sys.exit()", "SystemExit: SystemExit"),
+        ("raise RuntimeError('no\\nGPU')", "RuntimeError: no"),
+        ("nothing", "NameError: name 'nothing' is not defined"),
+        ("import loud.more", "ModuleNotFoundError: No module named 'loud.more'; 'loud' is not a package"),
+    ],
+)
+def test_an_import_that_fails_is_told_in_one_line(project: Project, code: str, said: str) -> None:
+    project.write("loud.py", code)
+    (problem,) = check_function("reward", "name", "loud.f", {})
+    assert str(problem).startswith(f'reward.name = "loud.f": importing loud failed: {said}') and "\\n" not in str(problem)
+
+
+def test_an_import_may_print(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    project.write("loud.py", "print('loaded')\ndef f(sample, limit=1): ...\n")
     assert list(check_function("reward", "name", "loud.f", {"limit": 2})) == []
+    assert capsys.readouterr() == ("", "loaded\n")
 
 
 def test_where_a_class_will_do() -> None:

@@ -131,7 +131,7 @@ def test_rules_add_up_and_each_tells_its_samples(user: str) -> None:
         ("nothing", r"'my_masks\.nothing' returned (weights of shape \[\] for 3 samples|NoneType, expected one number per sample)"),
         ("words", r"'my_masks\.words' returned list, expected one number per sample"),
         ("fails", r"'my_masks\.fails' failed: AttributeError: .*lengths"),
-        ("no_such", r"'my_masks\.no_such': module my_masks has no 'no_such'"),
+        ("no_such", r"'my_masks\.no_such': my_masks has no 'no_such'; valid here: "),
     ],
 )
 def test_mistakes_of_a_users_function_name_it(user: str, function: str, message: str) -> None:

@@ -116,6 +116,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str, str]] = [
     ("code", {"backend": {"url": "http://h", "urll": 1}}, "reward.args.backend.urll", "did you mean 'url'?"),
     ("code", {"backend": {}}, "reward.args.backend.url", "is missing"),
     ("remote", {}, "reward.args.url", "is missing"),
+    ("remote", {"url": "http://h", "batch_wait_ms": 5}, "reward.args.batch_wait_ms", "share requests; leave it out"),
 ]
 
 

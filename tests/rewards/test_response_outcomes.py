@@ -197,7 +197,7 @@ def test_a_remote_service_that_answers_a_response_oddly_gives_it_0_and_others_th
         return Reply(odd if "attack" in "".join(request["query"]) else {"rewards": [0.5] * len(request["query"])})
 
     with StubServer(answer) as server:
-        config = RewardConfig(name="remote", args={"url": server.url, "batch_wait_ms": 50}, timeout_s=60)
+        config = RewardConfig(name="remote", args={"url": server.url}, timeout_s=60)
         scoring, _ = BatchScorer.of(config, "reward")
         results: dict[int, Any] = {}
         scored = scoring({n: sample("attack" if n == 2 else "4") for n in range(4)}, 1.0)

@@ -116,7 +116,7 @@ async def test_a_canned_episode_tells_what_is_broken() -> None:
         ("HigherLower", {"args": {"bonos": 1}}, r"environment.function: .* takes `args`: got an unexpected keyword argument 'bonos'"),
         ("NoStep", {}, r"has no method step; an environment has both"),
         ("not_async", {}, r"must be `async def`: it awaits the policy's responses"),
-        ("missing", {}, r"module tests.workers.environment_cases has no 'missing'"),
+        ("missing", {}, r"tests.workers.environment_cases has no 'missing'"),
     ],
 )
 async def test_mistakes_are_told_at_the_start(function: str, settings: dict[str, Any], message: str) -> None:

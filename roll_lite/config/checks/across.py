@@ -22,7 +22,6 @@ from roll_lite.config.arithmetic import (
 )
 from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
 from roll_lite.config.checks.files import FILE_CHECKS
-from roll_lite.config.checks.functions import check_function
 from roll_lite.config.checks.gpu_only import GPU_CHECKS
 from roll_lite.config.checks.layout import LAYOUT_CHECKS, ROLE_CHECKS
 from roll_lite.config.checks.lora import LORA_CHECKS, LORA_FILE_CHECKS
@@ -34,6 +33,7 @@ from roll_lite.config.schema.base import Mistakes, readable
 from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.config.schema.models import TrainRoleConfig
 from roll_lite.config.schema.run import ChaosConfig, RunConfig
+from roll_lite.config.user_function import check_function
 from roll_lite.config.validation import value_at
 
 OVERALL = "overall"

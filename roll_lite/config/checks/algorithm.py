@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll_lite.config.arithmetic import group_size, kl_terms, longest_sequence
-from roll_lite.config.checks.functions import check_function
 from roll_lite.config.checks.layout import known_shape
 from roll_lite.config.keep_mask import is_truncated, keep_mask_available
 from roll_lite.config.problems import Problem, show
@@ -11,6 +10,7 @@ from roll_lite.config.schema.base import Mistakes
 from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, DomainConfig, rewards_turns
 from roll_lite.config.schema.losses import GIVEN_TO_LOSSES, CustomAdvantageConfig, CustomLossConfig, ReinforcePlusPlusAdvantageConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.user_function import check_function
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg", "gigpo")
 REWARDS_TURNS = ("gae", "reinforce", "reinforce_plus_plus", "gigpo", "custom")

@@ -13,7 +13,6 @@ from roll_lite.config.arithmetic import (
     replays_engines,
     validates,
 )
-from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import Mistake
 from roll_lite.config.schema.base import Mistakes, readable
 from roll_lite.config.schema.environments import (
@@ -29,6 +28,7 @@ from roll_lite.config.schema.environments import (
     ToolsEnvironmentConfig,
 )
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.user_function import check_function
 from roll_lite.files import elsewhere, is_file
 
 TOOL_PACKAGES = {"search": "bm25s", "mcp": "mcp"}
@@ -96,7 +96,7 @@ def _environments(config: RunConfig) -> Iterator[Mistake]:
 
 
 def environment_problems(path: str, environment: EnvironmentConfig | None) -> Iterator[Mistake]:
-    """Yield the section's mistakes that can be found without importing a user's module."""
+    """Yield the section's mistakes that can be found without making an environment or calling a user's code."""
     if isinstance(environment, FunctionEnvironmentConfig):
         inputs = ("a task", "the policy")
         yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=inputs)

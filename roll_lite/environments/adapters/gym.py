@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium
 
 from roll_lite.config.schema.environments import GymEnvironmentConfig
-from roll_lite.data.user_function import load_function
+from roll_lite.config.user_function import load_function
 from roll_lite.environments.base import Message, Step, Task, opening, seed_of
 from roll_lite.environments.episode import Calls, EpisodeFunction, play_class
 from roll_lite.rewards.answer_extraction import without_thinking
@@ -19,7 +19,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 def play_gym(settings: GymEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
     """Build the episode function; ValueError if the environment cannot be made or its actions cannot be read from text."""
     if settings.function is not None:
-        make = partial(load_function(settings.function, f"{path}.function", "arguments -> environment", or_class=True), **settings.args)
+        make = partial(load_function(settings.function, f"{path}.function", or_class=True), **settings.args)
         place = f"{path}.function: {settings.function!r}"
     else:
         make = partial(gymnasium.make, settings.id, **settings.args)
@@ -31,7 +31,7 @@ def play_gym(settings: GymEnvironmentConfig, path: str, calls: Calls) -> Episode
         raise ValueError(f"{place}: it cannot be made: {type(error).__name__}: {error}") from error
     space = getattr(environment, "action_space", None)
     if settings.action is not None:
-        read = load_function(settings.action, f"{path}.action", "text -> action")
+        read = load_function(settings.action, f"{path}.action")
     elif isinstance(space, gymnasium.spaces.Discrete):
         read = partial(_number, int(space.start), int(space.start + space.n - 1))
     elif space is None or isinstance(space, gymnasium.spaces.Text):

@@ -8,7 +8,7 @@ from typing import Any
 from openenv.core.generic_client import GenericEnvClient
 
 from roll_lite.config.schema.environments import OpenEnvEnvironmentConfig
-from roll_lite.data.user_function import load_function
+from roll_lite.config.user_function import load_function
 from roll_lite.environments.adapters.gym import numbers_of
 from roll_lite.environments.base import Message, Step, Task, opening, seed_of
 from roll_lite.environments.episode import Calls, EpisodeFunction, play_class
@@ -21,9 +21,9 @@ def play_openenv(settings: OpenEnvEnvironmentConfig, path: str, calls: Calls) ->
     write: Callable[[str], Any] = lambda text: {action: text}  # noqa: E731
     show: Callable[[Any], str] = partial(_field, shown)
     if "." in action:
-        write = load_function(action, f"{path}.action", "text -> action")
+        write = load_function(action, f"{path}.action")
     if shown is not None and "." in shown:
-        show = load_function(shown, f"{path}.observation", "observation -> text")
+        show = load_function(shown, f"{path}.observation")
     return play_class(partial(OpenEnvEpisode, settings, write, show), {}, calls)
 
 

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from roll_lite.config.schema.environments import VerifiersEnvironmentConfig
-from roll_lite.data.user_function import search_current_folder
+from roll_lite.config.user_function import search_current_folder
 from roll_lite.environments.base import EpisodeOver, Message, Task
 from roll_lite.environments.episode import EpisodeFunction, Policy
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.base import RewardFailed, RewardFunction
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction
 from roll_lite.rewards.registry import build_reward
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 from roll_lite.rewards.terms import Reward
@@ -137,7 +137,7 @@ class BatchScorer:
                 return
             try:
                 scores = limited(self._rest(call), lambda call=call: function.run(function.scores(_items(call))), waiting=True)  # type: ignore[misc]
-                _note(function, call, scores)
+                calls = [[one] for one in _note(function, call, scores)] + calls
             except TimeLimitExceeded:
                 scored.interrupted = True
                 if len(call) > 1:
@@ -185,20 +185,20 @@ class BatchScorer:
             task.result()
 
     async def _call_async(self, function: RewardFunction, entries: list[_Entry]) -> None:
+        alone: list[_Entry] = []
         try:
             async with asyncio.timeout(self._rest(entries)):
-                scores = await function.scores(_items(entries))
+                alone = _note(function, entries, await function.scores(_items(entries)))
         except TimeoutError:
             for entry in entries:
                 entry.is_suspect = len(entries) > 1
                 entry.failure = None if entry.is_suspect else time_out(self._reward.name, self._timeout_s)
         except RewardFailed as failure:
             if len(entries) > 1:
-                await asyncio.gather(*(self._call_async(function, [entry]) for entry in entries))
+                alone = entries
             else:
                 entries[0].parts[function] = failure
-        else:
-            _note(function, entries, scores)
+        await asyncio.gather(*(self._call_async(function, [entry]) for entry in alone))
 
     def _is_done(self, entry: _Entry) -> bool:
         return entry.is_suspect or not self._unfailed([entry]) or all(function in entry.parts for function in self._asyncs)
@@ -226,6 +226,12 @@ def _items(entries: Sequence[_Entry]) -> list[RewardInput]:
     return [entry.item for entry in entries]
 
 
-def _note(function: RewardFunction, entries: Sequence[_Entry], scores: Sequence[Score | RewardFailed]) -> None:
+def _note(function: RewardFunction, entries: Sequence[_Entry], scores: Sequence[Score | RewardFailed]) -> list[_Entry]:
+    """Record scores. Return the entries with suspected responses, which must be scored alone."""
+    suspected: list[_Entry] = []
     for entry, score in zip(entries, scores, strict=True):
-        entry.parts[function] = score
+        if isinstance(score, ResponseSuspected):
+            suspected.append(entry)
+        else:
+            entry.parts[function] = score
+    return suspected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -16,9 +15,9 @@ from support_http import Reply, StubServer, unused_url
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.http import client as http_client
 from roll_lite.rewards.registry import build_reward
+from roll_lite.rewards.running.batch_scorer import BatchScorer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -32,25 +31,24 @@ def item(response: str = "4", answer: Any = "4", **columns: Any) -> RewardInput:
     return RewardInput("toy", "2+2=", response, answer, columns, "stop")
 
 
-async def score(items: list[RewardInput], **args: Any) -> list[Score | str]:
-    function = build_reward(RewardConfig(name="remote", args=args), "domains.toy.reward").base
-
-    async def one(sample: RewardInput) -> Score | str:
-        try:
-            return await function.score(sample)
-        except RewardFailed as failure:
-            return failure.cause
-
-    return list(await asyncio.gather(*map(one, items)))
+def score(items: list[RewardInput], **args: Any) -> list[Score | str]:
+    """Outcomes as a reward worker has them."""
+    scoring, _ = BatchScorer.of(RewardConfig(name="remote", args=args, timeout_s=60), "domains.toy.reward")
+    results: dict[int, Any] = {}
+    scored = scoring(dict(enumerate(items)), 1.0)
+    while len(results) < len(items):
+        results |= scored.results
+        scored = scoring({}, 1.0)
+    return [results[number] for number in range(len(items))]
 
 
 def lengths(request: Any, number: int) -> Reply:
     return Reply({"rewards": [len(query) - len(prompt) for query, prompt in zip(request["query"], request["prompts"], strict=True)]})
 
 
-async def test_samples_travel_together_and_scores_find_their_way_back() -> None:
+def test_samples_travel_together_and_scores_find_their_way_back() -> None:
     with StubServer(lengths) as server:
-        scores = await score([item("x" * n) for n in range(10)], url=server.url, batch_size=4)
+        scores = score([item("x" * n) for n in range(10)], url=server.url, batch_size=4)
     assert [one.value for one in scores if isinstance(one, Score)] == list(range(10))
     assert sorted(len(request["query"]) for request in server.requests) == [2, 4, 4]
     first = min(server.requests, key=lambda request: len(request["query"][0]))
@@ -58,94 +56,83 @@ async def test_samples_travel_together_and_scores_find_their_way_back() -> None:
     assert (first["query"][1], first["prompts"][1], first["labels"][1]) == ("2+2=x", "2+2=", "4")
 
 
-async def test_what_else_the_service_tells_is_kept_with_the_sample() -> None:
+def test_what_else_the_service_tells_is_kept_with_the_sample() -> None:
     answer = {"rewards": [-1.5, 2], "scores": [0.0, 1], "extra_logs": {"words": [3, 4], "model": "m", "odd": [1], "why": ["a", "b"]}}
     with StubServer(lambda request, number: Reply(answer)) as server:
-        bad, good = await score([item(), item()], url=server.url, batch_size=2)
+        bad, good = score([item(), item()], url=server.url, batch_size=2)
     assert bad == Score(-1.5, False, {"score": 0.0, "words": 3.0, "model": "m", "why": "a"})
     assert good == Score(2.0, True, {"score": 1.0, "words": 4.0, "model": "m", "why": "b"})
 
 
-async def test_columns_are_sent_where_asked_for() -> None:
+def test_columns_are_sent_where_asked_for() -> None:
     with StubServer(lengths) as server:
-        await score([item(level=3), item()], url=server.url, columns=["level"], batch_size=2)
+        score([item(level=3), item()], url=server.url, columns=["level"], batch_size=2)
     assert server.requests[0]["columns"] == {"level": [3, None]}
 
 
 @pytest.mark.parametrize(
     ("answer", "cause"),
     [
-        ({"rewards": [1]}, "rewards must be a list with one number for each sample, got 1 for 2"),
-        ({"rewards": [1, 2, 3]}, "rewards must be a list with one number for each sample, got 3 for 2"),
-        ({"rewards": 1.0}, "rewards must be a list with one number for each sample, got 1.0"),
-        ({"reward": [1, 2]}, 'the answer must be an object with "rewards", got the keys reward'),
-        ([1, 2], 'the answer must be an object with "rewards", got a list'),
-        ({"rewards": [1, 2], "scores": [1]}, "scores must be a list"),
-        ({"rewards": [1, 2], "extra_logs": [1]}, "extra_logs must be an object"),
+        ({"rewards": []}, "0 rewards for 1 samples"),
+        ({"rewards": [1, 2, 3]}, "3 rewards for 1 samples"),
+        ({"rewards": 1.0}, "rewards: Input should be a valid list, got 1.0"),
+        ({"reward": [1, 2]}, "rewards: Field required, got {'reward': [1, 2]}"),
+        ([1, 2], "the answer: Input should be a valid dictionary or instance of "),
+        ({"rewards": [1], "scores": []}, "0 scores for 1 samples"),
+        ({"rewards": [1], "scores": ["1"]}, "scores.0: Input should be a valid number, got '1'"),
+        ({"rewards": [1], "extra_logs": [1]}, "extra_logs: Input should be a valid dictionary, got [1]"),
     ],
 )
-async def test_answers_that_do_not_fit(answer: Any, cause: str) -> None:
+def test_answers_that_do_not_fit(answer: Any, cause: str) -> None:
     with StubServer(lambda request, number: Reply(answer)) as server:
-        results = await score([item(), item()], url=server.url, batch_size=2)
-    assert len(server.requests) == (1 if "rewards" in answer else 5), "without any, alone and with a harmless response as well"
+        results = score([item(), item()], url=server.url, batch_size=2)
+    assert len(server.requests) == 7, "together and in halves; then each alone, with a harmless response as well"
     for result in results:
         assert isinstance(result, str) and result.startswith(f"reward remote: {server.url}: ") and cause in result
 
 
-async def test_a_reward_that_is_no_number_costs_its_own_sample_only() -> None:
+def test_a_reward_that_is_no_number_costs_its_own_sample_only() -> None:
     def answer(request: Any, number: int) -> Reply:
-        return Reply(b'{"rewards": [1, NaN, null, "1", [1], Infinity, 0]}' if number == 0 else b'{"rewards": [NaN, NaN, NaN, NaN, NaN]}')
+        """Each response, as it stands; NaN for a harmless one."""
+        given = [query.removeprefix("2+2=") for query in request["query"]]
+        return Reply(f'{{"rewards": [{", ".join("NaN" if " " in one else one for one in given)}]}}'.encode())
 
     with StubServer(answer) as server:
-        results = await score([item()] * 7, url=server.url, batch_size=7, batch_wait_ms=0)
-    assert [type(result) for result in results] == [Score, str, str, str, str, str, Score]
-    assert results[1] == f"reward remote: {server.url}: rewards[0] is nan, expected a finite number"
+        results = score([item(one) for one in ("1", "NaN", "null", '"1"', "[1]", "Infinity", "0", "true")], url=server.url)
+    assert [type(result) for result in results] == [Score, str, str, str, str, str, Score, Score]
+    assert results[1] == f"reward remote: {server.url}: rewards.0: Input should be a finite number, got nan"
 
 
-async def test_a_full_batch_leaves_at_once() -> None:
-    with StubServer(lengths) as server:
-        async with asyncio.timeout(30):
-            await score([item()] * 4, url=server.url, batch_size=2, batch_wait_ms=3_600_000)
-    assert [len(request["query"]) for request in server.requests] == [2, 2]
-
-
-async def test_a_sample_that_the_service_refuses_does_not_take_its_batch_along() -> None:
+def test_a_sample_that_the_service_refuses_does_not_take_its_batch_along() -> None:
     def picky(request: Any, number: int) -> Reply:
         return Reply({"error": "too long"}, 422) if any("poison" in query for query in request["query"]) else lengths(request, number)
 
     with StubServer(picky) as server:
-        results = await score([item("poison" if n == 5 else "x" * n) for n in range(16)], url=server.url, batch_size=16)
+        results = score([item("poison" if n == 5 else "x" * n) for n in range(16)], url=server.url, batch_size=16)
     told = f'reward remote: {server.url} answered 422 Unprocessable Entity: {{"error": "too long"}}'
     assert results[5] == Score(0.0, False, {"verdict": told})
     assert [one.value for one in results if isinstance(one, Score)] == [0 if n == 5 else n for n in range(16)]
-    assert len(server.requests) == 11, "9 to find it, 1 for a harmless response, 1 to try it again"
+    assert len(server.requests) == 12, "9 to find it, then alone, with a harmless response, and once more"
 
 
-async def test_down_fails_the_batch_once() -> None:
-    results = await score([item()] * 3, url=unused_url(), retries=1)
+def test_down_fails_the_batch_once() -> None:
+    results = score([item()] * 3, url=unused_url(), retries=1)
     assert all(isinstance(result, str) and "after 2 attempts" in result for result in results)
+    with StubServer(lambda request, number: Reply("no", 503)) as server:
+        results = score([item()] * 6, url=server.url, retries=1, batch_size=3)
+    assert [len(request["query"]) for request in server.requests] == [3] * 4
+    assert all(isinstance(result, str) and "answered 503" in result for result in results)
 
 
-async def test_several_urls_one_of_them_down() -> None:
+def test_several_urls_one_of_them_down() -> None:
     with StubServer(lengths) as a, StubServer(lengths) as b:
-        results = await score([item("x" * n) for n in range(40)], url=[unused_url(), a.url, b.url], batch_size=2)
+        results = score([item("x" * n) for n in range(40)], url=[unused_url(), a.url, b.url], batch_size=2)
     assert [result.value for result in results if isinstance(result, Score)] == list(range(40))
     assert len(a.requests) > 3 and len(b.requests) > 3
 
 
-async def test_a_sample_that_gave_up_waiting_is_not_asked_for() -> None:
-    with StubServer(lengths) as server:
-        function = build_reward(RewardConfig(name="remote", args={"url": server.url, "batch_wait_ms": 50})).base
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await function.score(item("late"))
-        await asyncio.sleep(0.1)
-        assert (await function.score(item("xx"))).value == 2
-    assert [request["query"] for request in server.requests] == [["2+2=xx"]]
-
-
-async def test_an_answer_that_is_no_json_is_a_failure() -> None:
-    (result,) = await score([item(answer={1})], url=unused_url())
+def test_an_answer_that_is_no_json_is_a_failure() -> None:
+    (result,) = score([item(answer={1})], url=unused_url())
     assert isinstance(result, str) and "cannot be written as JSON" in result
 
 
@@ -167,11 +154,11 @@ def example_server(**environment: str) -> Iterator[str]:
         process.communicate()
 
 
-async def test_the_example_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_KEY", "k-123")
     with example_server(REWARD_SERVER_KEY="k-123") as url:
-        right, wrong = await score([item("4"), item("abc")], url=url, api_key_env="REWARD_KEY")
-        refused, _ = await score([item(), item()], url=url)
+        right, wrong = score([item("4"), item("abc")], url=url, api_key_env="REWARD_KEY")
+        refused, _ = score([item(), item()], url=url)
     assert right == Score(1.0, True, {"score": 1.0, "characters": 1.0})
     assert wrong == Score(0.0, False, {"score": 0.0, "characters": 3.0})
     assert isinstance(refused, str) and "401 Unauthorized" in refused and "wrong or missing key" in refused
