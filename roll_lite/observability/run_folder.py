@@ -85,15 +85,15 @@ def keep_config(folder: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Remove what a run resumed after `step` writes again: later steps, and validations from `step` on. `files`: JSON-lines files to cut.
-    `folders`: also remove files and folders of these steps."""
+def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True, validation: bool = False) -> None:
+    """Remove what a run resumed after `step` writes again: later steps and, with `validation`, that of `step`. `files`: JSON-lines files to
+    cut. `folders`: also remove files and folders of these steps."""
     for name in files:
         if not (folder / name).exists():
             continue
         with (folder / name).open("rb+") as file:  # in place: trackers append to the same file
             lines = file.readlines()
-            stay = [_stays(line, step) for line in lines]
+            stay = [_stays(line, step, validation) for line in lines]
             before = stay.index(False) if False in stay else len(lines)
             # Cut first: if the process is killed here, no record is there twice.
             file.truncate(sum(map(len, lines[:before])))
@@ -101,17 +101,17 @@ def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = Tru
             file.writelines(line for line, stays in zip(lines[before:], stay[before:], strict=True) if stays)
     for path in folder.glob("*/*") if folders else ():
         kind = BY_STEP.match(path.name)
-        if kind is None or path.parent.name == "checkpoints" or int(kind[2]) < step + (kind[1] == "step"):
+        if kind is None or path.parent.name == "checkpoints" or int(kind[2]) < step + (kind[1] == "step" or not validation):
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _stays(line: bytes, step: int) -> bool:
+def _stays(line: bytes, step: int, validation: bool) -> bool:
     try:
         record = json.loads(line)
     except ValueError:  # its writer was killed
         return False
-    return record["step"] < step or (record["step"] == step and not any("validation/" in name for name in record))
+    return record["step"] < step or (record["step"] == step and not (validation and any("validation/" in name for name in record)))
 
 
 def point_latest(run_dir: Path, folder: Path) -> None:

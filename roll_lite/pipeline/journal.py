@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from roll_lite.algorithms.at_k import AT_K, SampledPrompts, accuracy_error, every_k
 from roll_lite.algorithms.rewards import Masked
 from roll_lite.algorithms.token_metrics import nearest_rank, ratio_percentiles
+from roll_lite.config.arithmetic import validates
 from roll_lite.config.checks.algorithm import compares_groups
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.branches import per_sample
@@ -474,9 +475,10 @@ class Journal:
         self.console.message(f"resumed after step {step} from {checkpoint}")
 
     def go_back(self, step: int) -> None:
-        """Remove records of steps after `step`: the run repeats them."""
-        self._steps = step
-        cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE, SPANS_FILE))
+        """Remove what the run repeats: records of steps after `step`, and the validation of `step` if it is due."""
+        self._steps, every = step, self._config.validation.every
+        is_due = validates(self._config) and (step == self._config.steps or (every > 0 and step % every == 0))
+        cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE, SPANS_FILE), validation=is_due)
         self.history.restore(self.folder / METRICS_FILE)
         self._trackers.repeat(step + 1)
 

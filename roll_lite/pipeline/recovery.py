@@ -197,10 +197,10 @@ class Recovery:
         self._validation = self._validation if forgotten is None else forgotten
         if self._rewinds:
             self._journal.go_back(pipeline.steps_done)
-            if pipeline.validation_is_due:
-                pipeline.validate()
-        elif self._validation is not None:
+        if self._validation is not None and self._validation <= pipeline.steps_done:  # otherwise its step is repeated
             pipeline.validate(self._validation)
+        if self._rewinds and pipeline.validation_is_due and self._validation != pipeline.steps_done:
+            pipeline.validate()
         self._rewinds = self._service_is_lost = False
         self._validation = None
 

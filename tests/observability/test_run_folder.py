@@ -91,17 +91,21 @@ def test_an_earlier_configuration_is_kept_if_it_differs(tmp_path: Path) -> None:
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"config-1.yaml": "a", "config-2.yaml": "b", "config.yaml": "c"}
 
 
-def test_what_is_repeated_is_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize("validation", [True, False])
+def test_what_is_repeated_is_cut(tmp_path: Path, validation: bool) -> None:
     kept = [{"step": 0, "validation/accuracy": 0.1}, {"step": 1, "a": 1}, {"step": 2, "a": 2}]
-    lines = [*kept, {"step": 2, "validation/accuracy": 0.2}, {"step": 3}]
+    lines = [*kept, {"step": 2, "validation/accuracy": 0.2}, {"step": 3}, {"step": 3, "validation/accuracy": 0.3}]
+    kept = kept if validation else lines[:4]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "a')
     stay = {"samples/step_000002.jsonl", "logs/x.log", "checkpoints/step_000003/state.json"}
     for name in (*stay, "samples/step_000003.jsonl", "samples/validation_000002.jsonl", "batches/step_000003/rows"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
+    if not validation:
+        stay.add("samples/validation_000002.jsonl")
     with file.open("a") as tracker:
-        cut_after(tmp_path, 2, ("metrics.jsonl", "updates.jsonl"))
+        cut_after(tmp_path, 2, ("metrics.jsonl", "updates.jsonl"), validation=validation)
         tracker.write('{"step": 3, "again": 1}\n')
     assert [json.loads(line) for line in file.read_text().splitlines()] == [*kept, {"step": 3, "again": 1}]
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {"metrics.jsonl", *stay}

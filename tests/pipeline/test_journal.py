@@ -429,8 +429,8 @@ def test_a_run_that_goes_back_forgets_later_steps_and_their_tokens(tmp_path: Pat
     journal.go_back(1)
     assert sorted(journal.history.records) == [0, 1]
     if (tmp_path / "metrics.jsonl").exists():
-        written = [line["step"] for line in records(tmp_path) if "validation/accuracy" in line]
-        assert [number for number, record in journal.history.records.items() if "validation/accuracy" in record] == written
+        written = {line["step"] for line in records(tmp_path) if "validation/accuracy" in line}
+        assert {number for number, record in journal.history.records.items() if "validation/accuracy" in record} == written
     with pytest.raises(ValueError, match="a rank"), journal.step(2):
         journal.updates(2, {"actor": [[update(0.1)]]}, kl_coef=0.0)
         raise ValueError("a rank")
@@ -438,6 +438,33 @@ def test_a_run_that_goes_back_forgets_later_steps_and_their_tokens(tmp_path: Pat
     assert tokens() == {"prompt": 6, "response": 12, "trained": 80}
     journal.close("interrupted")
     assert tokens()["trained"] == 80
+
+
+@pytest.mark.parametrize(
+    ("step", "settings", "kept"),
+    [
+        (0, "validation.every=0", [0]),
+        (0, "validation.every=4", []),
+        (2, "steps=2", [0]),
+        (2, "steps=9", [0, 2]),
+        (2, "validation.enabled=false", [0, 2]),
+    ],
+)
+def test_a_validation_of_the_step_gone_back_to_stays_unless_it_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, settings: str, kept: list[int]
+) -> None:
+    """As the one before training, and the last one of a run that is continued with more steps."""
+    monkeypatch.chdir(ROOT)
+    overrides = ["trackers=[{name: jsonl}]", "validation.every=0", settings]
+    journal = Journal(load_config("tiny_grpo", ROOT / "examples/configs", overrides), tmp_path)
+    journal.connect()
+    (tmp_path / "samples").mkdir()
+    for validated in (0, 2):
+        journal._note(validated, {"validation/accuracy": 0.5})
+        (tmp_path / f"samples/validation_{validated:06d}.jsonl").touch()
+    journal.go_back(step)
+    assert [record["step"] for record in records(tmp_path)] == sorted(journal.history.records) == kept
+    assert sorted(int(file.stem[-6:]) for file in (tmp_path / "samples").iterdir()) == kept
 
 
 @pytest.mark.parametrize("fails", ["_draw", "_summarize"])

@@ -487,6 +487,27 @@ def test_a_batch_whose_tokens_are_lost_is_generated_again(phase: str) -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    ("under_way", "is_due", "again"),
+    [
+        (0, True, ["validation of 0", "validate"]),
+        (0, False, ["validation of 0"]),
+        (1, True, ["validation of 1"]),
+        (1, False, ["validation of 1"]),
+        (2, False, []),
+    ],
+)
+def test_a_validation_that_was_under_way_runs_again_though_the_run_goes_back(under_way: int, is_due: bool, again: list[str]) -> None:
+    """Unless its step is repeated."""
+    pipeline = Pipeline()
+    pipeline.run(2)
+    pipeline.checkpoints.newest_step, pipeline.validation_is_due = 1, is_due
+    pipeline.validation.forget = lambda: under_way
+    pipeline.fails = {"training 3": [lost("rollouts")]}
+    story = pipeline.run(3)
+    assert story[story.index("journal to 1") + 1 : story.index("returned")] == again
+
+
 def test_nothing_is_recorded_of_a_repeated_update() -> None:
     silent: Any = Unrecorded()
     assert silent.ledger.masked(1, rows=2) is None and silent.credit([]) is None
