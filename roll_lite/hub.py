@@ -276,8 +276,8 @@ def split_of(name: str) -> str:
 
 
 def chosen(names: Sequence[str], rest: str) -> list[str]:
-    """Return the data files that `rest` selects (`[configuration or file]?split=...`). A configuration is a folder not named `data` or
-    after a split. ValueError, with the choices, unless one matches."""
+    """Data files that `rest` selects (`[configuration or file]?split=...`). Folders are configurations, except `data` and split names.
+    ValueError lists the choices if it selects none or is ambiguous."""
     wanted, _, query = rest.partition("?")
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):

@@ -115,8 +115,8 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1; not if 0). Statistics are those of samples with
-    `trains` [N] true (over=group: all). over=running: first add these rewards to `running`."""
+    """Subtract the mean (if `mean`), divide by the sample standard deviation (if `std`, unless 0). over=group: statistics of all samples of
+    a group; batch: of those that train (`trains` [N]); running: of those in all calls."""
     if len(rewards) == 0:
         return rewards
     rewards = rewards.astype(np.float32).astype(np.float64)  # rounded like scores: 1 - 0.1 equals a score of 0.9

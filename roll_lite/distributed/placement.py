@@ -49,7 +49,7 @@ class Slot:
     """Index of the worker's first device among those it sees: 0 on GPUs, the slot's number in the node on CPUs."""
     gpus: tuple[str, ...] = ()
     placed: str = ""
-    """Node of the GPUs at the start, then their bundles, separated by spaces; "" without GPUs."""
+    """"NODE_ID BUNDLE BUNDLE ..." of the GPUs, as first placed by Ray; "" without GPUs."""
     reserved: PlacementGroup | None = None
     """Own placement group of a worker that starts when devices become free."""
     own_gpus: int = 0

@@ -105,8 +105,8 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
 
 
 class PhaseLimits:
-    """Time limits of phases, as configured and, for REGULAR, `limits.hang_factor` times the longest so far. Recovery has none, but its
-    phases do."""
+    """Time limits of phases: as configured or, for REGULAR, `limits.hang_factor` times the longest so far if less. Recovery itself has
+    none."""
 
     def __init__(self, limits: LimitsConfig, streams: bool = False) -> None:
         """`streams`: log-probs may be computed during generation, so `log_probs` varies. Its limit follows `train`, which has the same

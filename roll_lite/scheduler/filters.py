@@ -27,7 +27,7 @@ Cause = Callable[[SampleGroup], LeftOut | None]
 class GroupFilter:
     cause: Cause
     tries: int = 10
-    """Maximum prompts tried per group of a batch."""
+    """Maximum prompts tried / groups in a batch."""
     fill: bool = True
     """True: the run fails when the tries are used up. False: it trains on the groups at hand."""
 

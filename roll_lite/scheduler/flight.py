@@ -230,7 +230,7 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """Report progress on this engine. `done`: decrease of the remaining load. `grown`: change of the expected length."""
+        """Report progress. `done`, `grown`: decrease of the load left, and change of the expected length, since `depart`."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown

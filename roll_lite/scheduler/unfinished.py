@@ -23,8 +23,8 @@ from roll_lite.scheduler.engines import Asked
 class SavedTurn:
     """Response in an unfinished episode; partial if its finish reason is ABORT.
 
-    `number`: unique in the sample. `given`: number of tokens added before the response; `given_ids`: their ids (int32). `after`: `number`
-    of the response before them; None: a prompt.
+    `number`: unique in the sample. `after`: `number` of the response that the input follows; None: it is a prompt. `given`: number of input
+    tokens; `given_ids`: their ids (int32).
     """
 
     number: int

@@ -22,7 +22,7 @@ class IncomingAdapters:
     """Buffer for an update's adapters; `put_in_place` installs them."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
-        """`shapes`: {PEFT name: shape}. `put(rank, tensors)` installs adapters in the engine, first with zeros."""
+        """`shapes`: {PEFT name: shape}. `put(LoRA rank, tensors)` installs adapters; called here with zeros."""
         self.rank = rank
         self._shapes = shapes
         self._put = put

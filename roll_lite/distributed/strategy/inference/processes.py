@@ -134,7 +134,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """Kill processes, the caller last, except Python's resource trackers; remove their shared memory."""
+    """Remove the processes' shared memory; kill all but Python's resource trackers, the caller last."""
     remove(_left_behind(processes))
     killed = [process for process in processes if not cleans_up(process)]
     for process in sorted(killed, key=lambda process: process.pid == os.getpid()):

@@ -66,7 +66,7 @@ class StepWatch(Heartbeat):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Ignore time in which the engine takes no steps."""
+        """Ignore the block's time: no steps are expected."""
         self._suspended += 1
         try:
             yield

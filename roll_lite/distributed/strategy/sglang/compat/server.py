@@ -1,4 +1,4 @@
-"""Run an SGLang engine in a separate process: an exception in SGLang's scheduler kills all parent processes.
+"""Run an SGLang engine in a separate process: an exception in its scheduler kills the launching process.
 
 Run as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD: the channel's file descriptor.
 """
