@@ -130,7 +130,7 @@ def raise_all_dead(group: RankGroup) -> NoReturn:
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])
     rank, cause = list(group.lost.items())[-1]
-    raise RankFailed(group.name, rank, group.phase, cause)
+    raise located(RankFailed(group.name, rank, group.phase, cause))
 
 
 def _wait(
@@ -165,7 +165,8 @@ def pause(group: RankGroup, rank: int, waits_for: str) -> None:
     WATCHDOG.check()
     limit = WATCHDOG.nearest
     if limit is not None and WATCHDOG.time() >= limit.deadline:
-        raise RankFailed(group.name, rank, limit.phase, f"{waits_for} took longer than the phase may last ({limit})")
+        cause = f"{waits_for} took longer than the phase may last ({limit})"
+        raise located(RankFailed(group.name, rank, limit.phase, cause))
     _ready([], POLL_SECONDS / 2)
 
 
@@ -228,9 +229,14 @@ def _fail(group: RankGroup, rank: int, phase: str, error: BaseException, note: s
     _end(group, failure)
 
 
-def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
+def located(failure: RankFailed) -> RankFailed:
+    """Let a failure name its rank's node; return it."""
     failure.where = WATCH.where(failure.role, failure.rank)
-    group.kill(str(failure))
+    return failure
+
+
+def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
+    group.kill(str(located(failure)))
     raise failure from None
 
 

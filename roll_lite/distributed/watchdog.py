@@ -52,6 +52,10 @@ class Preempted(BaseException):
     """Raised after a SIGTERM: the run saves its state and ends."""
 
 
+class PreemptedUnsaved(BaseException):
+    """Raised after a SIGTERM while trained weights are recovered: the run ends, and its newest checkpoint stays."""
+
+
 class Watchdog:
     def __init__(self) -> None:
         self._limits: list[Limit] = []

@@ -13,7 +13,7 @@ from ray.util.placement_group import remove_placement_group
 
 from roll_lite.distributed.cluster import Cluster
 from roll_lite.distributed.failures import BUDGET_SECONDS, MemberLost, RankFailed, RestartBudget, cause_of, failure_text
-from roll_lite.distributed.pending import pause
+from roll_lite.distributed.pending import located, pause
 from roll_lite.distributed.place import Place
 from roll_lite.distributed.placement import Slot, draining_nodes
 from roll_lite.distributed.rank_group import WATCH
@@ -249,7 +249,7 @@ class EngineRestarts:
             except RayActorError:  # the rollout service is gone; its successor is asked
                 continue
             except RayError as error:
-                raise RankFailed("rollouts", 0, "engine_leaves", failure_text(error, None)) from error
+                raise located(RankFailed("rollouts", 0, "engine_leaves", failure_text(error, None))) from error
             if engine not in self._group.lost:
                 self._group.lose(engine, MemberLost("its node leaves the cluster"))
                 self._waiting.add(engine)

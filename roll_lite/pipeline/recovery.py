@@ -20,7 +20,7 @@ import ray
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.failures import RankFailed, RestartBudget
 from roll_lite.distributed.rank_group import WATCH
-from roll_lite.distributed.watchdog import WATCHDOG
+from roll_lite.distributed.watchdog import WATCHDOG, Preempted, PreemptedUnsaved
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.checkpoint_files import DamagedCheckpoint
 from roll_lite.pipeline.clusters import Model, Models, initialize, lengths
@@ -108,7 +108,8 @@ class Recovery:
             self._most_steps, self._restarts_since_step = self.reached["steps_done"], RestartBudget(math.inf)
 
     def survive(self, pipeline: Recoverable, work: Callable[[], None]) -> None:
-        """Call `work`. If a training rank, the rollout service or a judge is lost, recover and call it again."""
+        """Call `work`. If a training rank, the rollout service or a judge is lost, recover and call it again. A SIGTERM ends a recovery:
+        with Preempted if the state after the last step can be saved, else with PreemptedUnsaved."""
         losses: list[RankFailed] = []
         while True:
             try:
@@ -122,6 +123,10 @@ class Recovery:
                     if not self._source.judge_lost(failure):
                         self._require_restart(failure)
                     losses.append(failure)
+            except Preempted:
+                if self._weights_are_known:
+                    raise
+                raise PreemptedUnsaved from None
             except DamagedCheckpoint as error:
                 if not losses:  # raised by the work itself, which loads no checkpoint
                     raise
@@ -144,7 +149,7 @@ class Recovery:
         a kept batch is missing, so whole steps are repeated. Phases have time limits, the whole has none."""
         started, reached = time.monotonic(), self.reached["steps_done"]
         roles, phase = {loss.role for loss in losses}, self._journal.timers.phase
-        with phase("recovery"), WATCHDOG.uninterrupted():
+        with phase("recovery"):
             trained = list(self._checkpoints.stateful(self._models).values())
             lost = [model for model in self._models.all if model.ranks.name in roles]
             lost_tokens = any(loss.lost_object and loss.phase != ModelWorker.load_copy.__name__ for loss in losses)

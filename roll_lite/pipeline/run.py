@@ -19,7 +19,7 @@ from roll_lite.config.checks.notes import notes_on
 from roll_lite.config.schema.run import LimitsConfig, RunConfig
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.ray_session import ray_session
-from roll_lite.distributed.watchdog import WATCHDOG, Preempted
+from roll_lite.distributed.watchdog import WATCHDOG, Preempted, PreemptedUnsaved
 from roll_lite.distributed.worker import freeze_heap
 from roll_lite.files import StoreUnreachable, first_line, is_local, reaching
 from roll_lite.observability.report import SUMMARY_FILE
@@ -32,7 +32,7 @@ from roll_lite.pipeline.shortages import Shortages
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 PREEMPTED = 75
-"""Exit code after a SIGTERM with saved state: EX_TEMPFAIL, because the same command continues the run."""
+"""Exit code after a SIGTERM with a checkpoint: EX_TEMPFAIL, because the same command continues the run."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REGULAR = {"sync_weights", "log_probs", "advantages", "train"}
 """Phases that take similar time in every step."""
@@ -198,9 +198,9 @@ class RunEnd:
     def recorded(self) -> Iterator[None]:
         try:
             yield
-        except (KeyboardInterrupt, Preempted) as signal_:
+        except (KeyboardInterrupt, Preempted, PreemptedUnsaved) as signal_:
             with self._interruption.ignored():
-                self._close("interrupted", PREEMPTED if isinstance(signal_, Preempted) else INTERRUPTED)
+                self._close("interrupted", INTERRUPTED if isinstance(signal_, KeyboardInterrupt) else PREEMPTED)
         except Exception as error:
             with self._interruption.ignored():
                 self._fail(error)

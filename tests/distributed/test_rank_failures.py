@@ -13,7 +13,8 @@ import pytest
 from cluster_workers import Adder, Collective, Loner, MainThreadAdder, Service, Unbuildable
 
 from roll_lite.distributed.cluster import Cluster, ClusterDead, ClusterSpec, RankFailed, gather, start_cluster
-from roll_lite.distributed.pending import at_fault
+from roll_lite.distributed.failures import MemberLost
+from roll_lite.distributed.pending import at_fault, pause
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
@@ -271,5 +272,14 @@ def test_a_failure_names_the_node_where_there_are_several(ray_local: object) -> 
     here = WATCH.places()["actor_train", 1]
     assert WATCH.where("actor_train", 1) == WATCH.where("nobody", 0) == "" and here.address
     cluster.group.pulses[0].place = here._replace(node="another node")
+    with pytest.raises(RankFailed, match=f"actor_train rank 1 on {here.address} failed in train: it took longer"):
+        with WATCHDOG.limit("train", 1e-9):
+            pause(cluster.group, 1, "it")
+    engines = start_cluster(ClusterSpec("actor_infer", anywhere(1)), Loner)
+    engines.each(Loner.number)
+    engines.group.lose(0, MemberLost("worn out"))
+    with pytest.raises(RankFailed, match=f"actor_infer rank 0 on {here.address} failed in idle: MemberLost: worn out"):
+        assert engines.left
+    engines.shutdown()
     with pytest.raises(RankFailed, match=rf"actor_train rank 1 on {here.address} failed in fail_in_collective: its process"):
         cluster.all(Collective.fail_in_collective, "kill")

@@ -14,7 +14,7 @@ from roll_lite.config.schema.run import LimitsConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.rank_group import WATCH
-from roll_lite.distributed.watchdog import WATCHDOG
+from roll_lite.distributed.watchdog import WATCHDOG, Preempted, PreemptedUnsaved
 from roll_lite.pipeline import recovery as module
 from roll_lite.pipeline.checkpoint_files import DamagedCheckpoint
 from roll_lite.pipeline.journal import Journal
@@ -506,6 +506,24 @@ def test_a_validation_that_was_under_way_runs_again_though_the_run_goes_back(und
     pipeline.fails = {"training 3": [lost("rollouts")]}
     story = pipeline.run(3)
     assert story[story.index("journal to 1") + 1 : story.index("returned")] == again
+
+
+@pytest.mark.parametrize(("role", "end"), [("actor_train", PreemptedUnsaved), ("reference", Preempted), ("rollouts", Preempted)])
+def test_a_sigterm_ends_a_recovery_and_only_known_weights_are_saved(
+    monkeypatch: pytest.MonkeyPatch, role: str, end: type[BaseException]
+) -> None:
+    pipeline = Pipeline()
+    pipeline.run(1)
+
+    def waits(state: Any) -> None:
+        monkeypatch.setattr(WATCHDOG, "preempted_at", 0.0)
+        WATCHDOG.check()
+
+    pipeline.restore = waits  # type: ignore[method-assign]
+    pipeline.fails = {"before training 2": [lost(role)]}
+    with pytest.raises(end):
+        pipeline.run(2)
+    assert pipeline.recovery.reached == {"steps_done": 1}
 
 
 def test_nothing_is_recorded_of_a_repeated_update() -> None:

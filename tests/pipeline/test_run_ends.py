@@ -19,7 +19,7 @@ import psutil
 import pytest
 from support_disks import small_disk
 
-from roll_lite.distributed.watchdog import WATCHDOG, Preempted
+from roll_lite.distributed.watchdog import WATCHDOG, Preempted, PreemptedUnsaved
 from roll_lite.pipeline.run import Interruption, RunEnd
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,6 +177,18 @@ def test_a_first_sigterm_waits_until_what_is_saved_is_whole() -> None:
             signal.raise_signal(number)
     with interruption.handled(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)  # before training there is nothing to save
+
+
+@pytest.mark.parametrize(("signal_", "code"), [(KeyboardInterrupt(), 130), (Preempted(), 75), (PreemptedUnsaved(), 75)])
+def test_whoever_sent_sigterm_may_start_the_run_again(tmp_path: Path, signal_: BaseException, code: int) -> None:
+    ends: list[str] = []
+    journal: Any = SimpleNamespace(
+        folder=tmp_path, checkpoints=tmp_path, close=ends.append, console=SimpleNamespace(message=lambda _: None)
+    )
+    end = RunEnd(journal, Interruption())
+    with end.recorded():
+        raise signal_
+    assert (end.code, ends) == (code, ["interrupted"])
 
 
 def test_a_shortage_is_told_beside_the_failure_and_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
