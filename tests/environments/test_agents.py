@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -266,7 +267,36 @@ async def test_a_limit_is_remembered_though_another_request_went_on() -> None:
         return 1.0
 
     _, end = await played(fails, "3")
-    assert isinstance(end, Ended) and end.record.rewards == (0.0,)
+    assert isinstance(end, Ended) and (end.finish_reason, end.record.rewards) == (FinishReason.LENGTH, (0.0,))
+
+
+@pytest.mark.parametrize(
+    ("result", "cause"),
+    [(KeyError("a bug"), "KeyError: 'a bug'"), (None, "the agent's result is None; expected a number")],
+    ids=["error", "none"],
+)
+async def test_a_failure_after_a_limit_that_the_agent_coped_with_is_a_failure(result: Exception | None, cause: str) -> None:
+    async def copes(task: Task, endpoint: Endpoint) -> None:
+        assert (await post(endpoint, [{"role": "user", "content": "x" * 200}])).status_code == 400
+        assert (await post(endpoint, task.messages)).status_code == 200
+        if result is not None:
+            raise result
+
+    _, end = await played(copes, "3")
+    assert isinstance(end, Failed) and cause in end.cause, end
+
+
+@pytest.mark.parametrize("error", ["the code episode_over", "the episode is over; no further response is possible. No room."])
+async def test_an_error_that_names_the_limit_ends_the_episode_at_it(error: str) -> None:
+    """Clients' errors name it, and so do those of frameworks around them."""
+
+    async def wraps(task: Task, endpoint: Endpoint) -> None:
+        await post(endpoint, [{"role": "user", "content": "x" * 200}])
+        await post(endpoint, task.messages)
+        raise RuntimeError("the first of two sub-agents failed") from ValueError(error)
+
+    _, end = await played(wraps, "3")
+    assert isinstance(end, Ended) and (end.finish_reason, end.record.rewards) == (FinishReason.LENGTH, (0.0,)), end
 
 
 async def test_an_agent_that_goes_on_after_a_limit_ends_at_the_limit() -> None:
@@ -292,12 +322,40 @@ async def test_an_agent_that_goes_on_after_a_limit_ends_at_the_limit() -> None:
 async def test_a_huge_request_is_refused_before_it_is_tokenized(messages: list[Message]) -> None:
     async def huge(task: Task, endpoint: Endpoint) -> float:
         reply = await post(endpoint, messages)
-        assert reply.status_code == 400 and re.search(r"the request has 10000\d\d\d characters", reply.json()["error"]["message"])
+        assert reply.status_code == 400 and re.search(r"the messages have 10000\d\d\d characters", reply.json()["error"]["message"])
         await post(endpoint, task.messages)
         return 1.0
 
     asks, end = await played(huge, "3")
     assert isinstance(end, Ended) and len(asks) == 1
+
+
+async def test_floods_of_long_requests_hold_up_nobody() -> None:
+    """They are rendered one at a time, outside the event loop, and no more than max_turns + 1 of them."""
+    rendering, rendered = threading.Lock(), list[int]()
+
+    class Slow(Characters):
+        def prompt(self, messages: Sequence[Message]) -> list[int]:
+            assert threading.current_thread() is not threading.main_thread()
+            assert rendering.acquire(blocking=False), "two at a time"
+            rendered.append(len(messages))
+            time.sleep(0.05)
+            rendering.release()
+            return super().prompt(messages)
+
+    async def floods(task: Task, endpoint: Endpoint) -> float:
+        replies = await asyncio.gather(*(post(endpoint, [{"role": "user", "content": "x" * 300}]) for _ in range(9)))
+        assert {reply.json()["error"]["code"] for reply in replies} == {"episode_over"}
+        assert sum("too many messages were too long" in reply.json()["error"]["message"] for reply in replies) == 5
+        assert (await post(endpoint, task.messages)).status_code == 400
+        return 1.0
+
+    async def first(task: Task, endpoint: Endpoint) -> float:
+        await post(endpoint, task.messages)
+        return await floods(task, endpoint)
+
+    _, end = await played(first, "3", max_turns=3, renderer_of=lambda _: Slow())
+    assert isinstance(end, Ended) and (end.finish_reason, len(rendered)) == (FinishReason.STOP, 5), end
 
 
 async def test_an_agent_whose_first_prompt_is_too_long_is_told_why() -> None:

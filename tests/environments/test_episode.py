@@ -307,6 +307,31 @@ async def test_a_long_first_prompt_is_refused() -> None:
     assert isinstance(end, Failed) and "the first prompt has 6 tokens; sampling.max_prompt_tokens is 5" in end.cause
 
 
+@pytest.mark.parametrize("at", [0, 1])
+async def test_huge_messages_are_refused_before_they_are_tokenized(at: int) -> None:
+    """150 tokens have at most 64 * 150 characters."""
+
+    async def huge(task: Task, policy: Policy) -> None:
+        for number in range(2):
+            await policy.respond("x" * 9601 if number == at else "x")
+
+    class Small(Characters):
+        def prompt(self, messages: Sequence[Message]) -> list[int]:
+            assert len(messages[0]["content"]) == 1
+            return super().prompt(messages)
+
+    player = Player(huge, Small(), Limits(9, 5.0, 50), Calls())
+    player.tell([Begin(0, TASK, 100)])
+    for _ in range(at):
+        await player.events(5.0)
+        player.tell([Answer(0, 0, encoded("1"))])
+    [end] = await player.events(5.0)
+    if at:
+        assert isinstance(end, Ended) and (end.finish_reason, end.record.rewards) == (FinishReason.LENGTH, (0.0,))
+    else:
+        assert isinstance(end, Failed) and "no room is left for a response: the messages have 9601" in end.cause
+
+
 async def test_a_cancelled_episode_says_nothing_more() -> None:
     player = Player(guessing(), Characters(), Limits(9, 5.0, 50), Calls())
     player.tell([Begin(0, TASK, 100), Begin(1, TASK, 100)])

@@ -21,6 +21,8 @@ OVERRIDDEN = (
     *("max_tool_calls", "context_management"),
 )
 """Parameters of requests that have no effect: the run's own settings apply."""
+OVER = ("episode_over", "the episode is over; no further response is possible")
+"""Code and text of the error for requests beyond a limit."""
 _DISTORTS = "it would change the probabilities that training relies on; leave it out"
 _FREE_FORM = "describe the wanted form in the prompt"
 _REFUSED: Sequence[tuple[str, Any, str]] = (

@@ -16,7 +16,7 @@ from yarl import URL
 
 from roll_lite.environments.base import EpisodeOver, Message
 from roll_lite.environments.endpoint.anthropic import Messages
-from roll_lite.environments.endpoint.api import ApiRequest, ChatReply, Json, Session, as_sent
+from roll_lite.environments.endpoint.api import OVER, ApiRequest, ChatReply, Json, Session, as_sent
 from roll_lite.environments.endpoint.openai import ChatCompletions, Completions, Responses
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,8 @@ def _failure(error: Exception) -> tuple[int, Json]:
         [first, *_] = error.errors(include_url=False)
         message = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, "))))
     elif isinstance(error, EpisodeOver):
-        message, code = f"the episode is over; no further response is possible. {error}", "episode_over"
+        code, over = OVER
+        message = f"{over}. {error}"
     elif isinstance(error, web.HTTPException):
         message, status = error.text or "", error.status
     elif not isinstance(error, ValueError):
