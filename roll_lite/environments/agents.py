@@ -229,18 +229,21 @@ def command_agent(command: Sequence[str]) -> Agent:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         reading = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr)]
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # the program need not read the task
-                process.stdin.write(json.dumps(asdict(task), default=str).encode())
-                await process.stdin.drain()
-                process.stdin.close()
-            code = await process.wait()
+            try:
+                with suppress(BrokenPipeError, ConnectionResetError):  # the program need not read the task
+                    process.stdin.write(json.dumps(asdict(task), default=str).encode())
+                    await process.stdin.drain()
+                    process.stdin.close()
+                code = await process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait(reading, timeout=READ_SECONDS)  # a child in another session may hold the pipes
+            output, errors = (one.result() if one.done() else "" for one in reading)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait(reading, timeout=READ_SECONDS)  # a child in another session may hold the pipes
-        output, errors = (one.result() if one.done() else "" for one in reading)
-        for one in reading:
-            one.cancel()
+            for one in reading:
+                one.cancel()
+            process._transport.close()  # type: ignore[attr-defined]  # else pipes that such a child holds stay open
         if code:
             told = (errors.strip() or output.strip()).splitlines()[-3:]
             raise RuntimeError(f"{command[0]} ended with code {code}: {' | '.join(told)}")

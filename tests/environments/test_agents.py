@@ -131,6 +131,27 @@ time.sleep(600)
         await asyncio.sleep(0.05)
 
 
+def pipes() -> set[str]:
+    return {name for name in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if "pipe:" in name}
+
+
+async def test_a_daemon_of_a_program_keeps_nothing_open(tmp_path: Path) -> None:
+    rest = """
+import subprocess, time
+daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
+open(sys.argv[0] + ".pid", "w").write(str(daemon.pid))
+ask(task["messages"])
+"""
+    before = pipes()
+    _, end = await played(program(tmp_path, f"{rest}time.sleep(600)"), "3", turn_timeout_s=4.0)
+    try:
+        assert isinstance(end, Failed), end
+        await asyncio.sleep(0.2)
+        assert not [task for task in asyncio.all_tasks() if "_end_of" in repr(task)] and pipes() <= before
+    finally:
+        psutil.Process(int((tmp_path / "agent.py.pid").read_text())).kill()
+
+
 async def test_a_program_that_fails_at_a_limit_has_no_reward_but_trains(tmp_path: Path) -> None:
     asks, end = await played(program(tmp_path, 'while True: ask(task["messages"])'), "3", "4", max_turns=2)
     assert isinstance(end, Ended) and end.finish_reason is FinishReason.MAX_TURNS
