@@ -222,6 +222,10 @@ async def says_nothing(task: Task, policy: Policy) -> None:
     await policy.respond([{"role": "user"}])
 
 
+async def says_objects(task: Task, policy: Policy) -> None:
+    await policy.respond({"role": "user", "content": "Hi.", "sender": object()})
+
+
 async def asks_twice(task: Task, policy: Policy) -> None:
     await asyncio.gather(policy.respond("One?"), policy.respond("Two?"))
 
@@ -255,6 +259,7 @@ FAILURES: dict[str, tuple[EpisodeFunction, str]] = {
     ),
     "not finite": (rewards_nan, "the reward nan is not finite"),
     "no message": (says_nothing, r"returned .* as a message; expected a text or \{role, content\}"),
+    "no plain message": (says_objects, "returned .* as messages, but all fields must be JSON values: Object of type object"),
     "no step": (play_class(Unfinished, {}, Calls()), r"step returned \{'done': True\}; expected a Step, or a tuple"),
     "no response": (never_asks, "it ended without a response"),
     "leaves Python": (
