@@ -17,12 +17,11 @@ import numpy as np
 
 from roll_lite.data.samples import FinishReason
 from roll_lite.environments.base import Message, Task
-from roll_lite.environments.endpoint.api import ChatReply, ChatRequest, as_sent
+from roll_lite.environments.endpoint.api import OVER, ChatReply, ChatRequest, as_sent
 from roll_lite.environments.episode import EpisodeFunction, Policy, Renderer
 from roll_lite.environments.tool_calls import split_thoughts
 from roll_lite.sandbox import kernel
 
-MOST_CHARACTERS = 64
 READ_SECONDS = 2.0
 OUTPUT_BYTES = 2**16
 """Maximum bytes kept of an agent program's output: the last ones."""
@@ -65,7 +64,7 @@ class AgentSession:
     def __init__(self, policy: Policy, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer]) -> None:
         self._policy = policy
         self._renderer_of = renderer_of
-        self._longest = policy.limits.max_prompt_tokens + policy.room
+        self._rendering = asyncio.Lock()
         self._nodes: dict[bytes, _Node] = {}
         self._conversations: dict[int, list[Message]] = {}
         self._call_ids: set[str] = set()
@@ -86,21 +85,19 @@ class AgentSession:
         policy, limits = self._policy, self._policy.limits
         policy.begin_turn()
         policy.count("overridden_parameters", len(request.overridden))
-        written = len(request.text or "") + len(_json([request.messages, request.tools]))
-        if written > MOST_CHARACTERS * self._longest:  # checked before tokenizing, which takes seconds per megabyte
-            policy.finish(FinishReason.LENGTH, f"no room is left for a response: the request has {written} characters")
-        renderer = self._renderer_of(request.tools)
+        policy.check_characters(len(request.text or "") + len(_json([request.messages, request.tools])))
         node, new, digest = self._match(request)
-        if request.text is not None:
-            ids = renderer.text(request.text)
-        else:
-            ids = renderer.prompt(new) if node is None else renderer.continuation(node.ids, new)
-        length = len(ids) + (0 if node is None else node.length)
-        if not length:
-            raise ValueError("the prompt is empty")
-        room = self._longest - length
-        if room < 1:
-            policy.finish(FinishReason.LENGTH, f"no room is left for a response: the conversation has {length} of {self._longest} tokens")
+        async with self._rendering:  # one at a time, outside the event loop, where long texts would hold up other episodes
+            policy.begin_turn()  # other requests may have taken the last one
+            renderer, ids = await asyncio.to_thread(self._render, request, node, new)
+            length = len(ids) + (0 if node is None else node.length)
+            if not length:
+                raise ValueError("the prompt is empty")
+            room = policy.longest - length
+            if room < 1:
+                policy.finish(
+                    FinishReason.LENGTH, f"no room is left for a response: the conversation has {length} of {policy.longest} tokens"
+                )
         most = min(limit for limit in (room, limits.max_turn_tokens, request.max_tokens) if limit is not None)
         response = await policy.sample(ids, None if node is None else node.number, most, request.stop, new)
         sampled = _Node(response.number, response.ids.tolist(), length + len(response.ids))
@@ -117,6 +114,12 @@ class AgentSession:
         prompt = request.messages if request.text is None else [{"role": "user", "content": request.text}]
         self._conversations[sampled.number] = [*prompt, message]
         return reply
+
+    def _render(self, request: ChatRequest, node: _Node | None, new: list[Message]) -> tuple[Renderer, list[int]]:
+        renderer = self._renderer_of(request.tools)
+        if request.text is not None:
+            return renderer, renderer.text(request.text)
+        return renderer, renderer.prompt(new) if node is None else renderer.continuation(node.ids, new)
 
     def _match(self, request: ChatRequest) -> tuple[_Node | None, list[Message], bytes]:
         """Find the latest sampled response that the request repeats. Return (it or None, messages after it, digest of all messages)."""
@@ -170,18 +173,21 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
         key = server.open(session)
         result: Any = None
         try:
+            reason = FinishReason.STOP  # it ended by itself, even if requests were refused
             try:
                 result = await agent(task, Endpoint(f"{server.url}/v1", key))
-            except Exception:
-                if policy.limit is None:  # otherwise it failed because it reached a limit
+                at_limit = policy.finish_reason is not None  # no response was sampled after the limit
+            except Exception as error:
+                at_limit = policy.limit is not None and (policy.finish_reason is not None or any(one in _told(error) for one in OVER))
+                if policy.limit is None or not at_limit:
                     raise
-            else:
-                policy.finish_reason = FinishReason.STOP  # it ended by itself, even if requests were refused
+                reason = policy.limit[0]
             await server.settled(key)  # abandoned requests train too: otherwise short responses would be preferred
+            policy.finish_reason = reason
         finally:
             server.close(key)
             session.end()
-        if gives_reward and (result is not None or policy.limit is None):
+        if gives_reward and (result is not None or not at_limit):
             try:
                 return bool(result) if isinstance(result, bool | np.bool_) else float(result)
             except (TypeError, ValueError):
@@ -193,6 +199,17 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
         return None
 
     return play
+
+
+def _told(error: BaseException | None) -> str:
+    """Text of an exception, of the HTTP response in it, and of its causes."""
+    texts = []
+    while error is not None:
+        with suppress(Exception):  # clients refuse the text of a response that was not read
+            texts.append(error.response.text)  # type: ignore[attr-defined]
+        texts.append(str(error))
+        error = error.__cause__
+    return " ".join(texts)
 
 
 def command_agent(command: Sequence[str]) -> Agent:
@@ -212,18 +229,21 @@ def command_agent(command: Sequence[str]) -> Agent:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         reading = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr)]
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # the program need not read the task
-                process.stdin.write(json.dumps(asdict(task), default=str).encode())
-                await process.stdin.drain()
-                process.stdin.close()
-            code = await process.wait()
+            try:
+                with suppress(BrokenPipeError, ConnectionResetError):  # the program need not read the task
+                    process.stdin.write(json.dumps(asdict(task), default=str).encode())
+                    await process.stdin.drain()
+                    process.stdin.close()
+                code = await process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait(reading, timeout=READ_SECONDS)  # a child in another session may hold the pipes
+            output, errors = (one.result() if one.done() else "" for one in reading)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait(reading, timeout=READ_SECONDS)  # a child in another session may hold the pipes
-        output, errors = (one.result() if one.done() else "" for one in reading)
-        for one in reading:
-            one.cancel()
+            for one in reading:
+                one.cancel()
+            process._transport.close()  # type: ignore[attr-defined]  # else pipes that such a child holds stay open
         if code:
             told = (errors.strip() or output.strip()).splitlines()[-3:]
             raise RuntimeError(f"{command[0]} ended with code {code}: {' | '.join(told)}")

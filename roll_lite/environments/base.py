@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -49,7 +50,11 @@ def messages_from(given: str | Message | Sequence[Message]) -> list[Message]:
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"returned {message!r:.80} as a message; expected a text or {{role, content}}, with texts in both")
-    return [dict(message) for message in messages]
+    try:
+        plain: list[Message] = json.loads(json.dumps([dict(message) for message in messages]))
+    except (TypeError, ValueError, RecursionError) as error:  # other objects could be lost between processes
+        raise ValueError(f"returned {messages!r:.80} as messages, but all fields must be JSON values: {error}") from None
+    return plain
 
 
 def opening(task: Task, text: str) -> list[Message]:

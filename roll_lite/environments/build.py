@@ -70,12 +70,15 @@ def _play(
             agent = agent_of(settings, f"{path}.function", calls)
             return play_agent(agent, host, renderers_of(domain, tokenizer, domain_path), domain.reward.name == ENVIRONMENT_REWARD), []
         case AdapterSection() as settings:
-            return adapter_of(settings, path, calls)
+            return adapter_of(settings, path, calls, domain.reward.name == ENVIRONMENT_REWARD)
     raise AssertionError(domain.environment)
 
 
-def adapter_of(settings: AdapterSection, path: str, calls: Calls) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
-    """Load another project's environment. Return its episode function and tool schemas; ValueError for a mistake."""
+def adapter_of(
+    settings: AdapterSection, path: str, calls: Calls, gives_reward: bool = True
+) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
+    """Load another project's environment. Return its episode function and tool schemas; ValueError for a mistake. `gives_reward`: its
+    rewards are the score."""
     try:
         match settings:
             case GymEnvironmentConfig():
@@ -93,7 +96,7 @@ def adapter_of(settings: AdapterSection, path: str, calls: Calls) -> tuple[Episo
             case OpenEnvEnvironmentConfig():
                 from roll_lite.environments.adapters.openenv import play_openenv
 
-                return play_openenv(settings, path, calls), []
+                return play_openenv(settings, path, calls, gives_reward), []
             case VerifiersEnvironmentConfig():
                 from roll_lite.environments.adapters.verifiers import play_verifiers
 

@@ -21,6 +21,8 @@ from roll_lite.environments.base import EpisodeOver, Message, Step, Task, messag
 STUCK_THREADS, STUCK_AFTER_S = 8, 30.0
 """A call hangs if it still runs STUCK_AFTER_S after its caller gave up. At STUCK_THREADS such calls the worker is replaced: Python cannot
 end threads."""
+MOST_CHARACTERS = 64
+"""Maximum characters per token of a conversation. More are refused untokenized, since tokenizing takes seconds per megabyte."""
 LONGEST_REFUSAL = 200
 """Maximum characters of a refusal's reason in a cause of failure; the ledger has room for this and the failure itself."""
 
@@ -131,6 +133,8 @@ class Policy:
         self.limits = limits
         self.room = room
         """Tokens left for responses and for messages between them."""
+        self.longest = limits.max_prompt_tokens + room
+        """Maximum tokens of a conversation."""
         self.timer: asyncio.Timeout | None = None
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._number = number
@@ -140,6 +144,8 @@ class Policy:
         self._cancelled = False
         """True if the environment cancelled a response: further requests are refused."""
         self._rewards: list[float] = []
+        self._too_long = 0
+        """Number of times that LENGTH was the limit."""
         self._seconds = 0.0
         self._begun = self._since = asyncio.get_running_loop().time()
         self._given = self._template = self._sampled = 0
@@ -151,6 +157,7 @@ class Policy:
         self._refuse_if_cancelled()
         new = messages_from(messages)
         self.begin_turn()
+        self.check_characters(sum(len(one["content"]) for one in new))
         if self._last is None:
             ids = self._renderer.prompt(new)
             if len(ids) > self.limits.max_prompt_tokens:
@@ -181,6 +188,13 @@ class Policy:
     def begin_turn(self) -> None:
         if len(self._rewards) >= self.limits.max_turns:
             self.finish(FinishReason.MAX_TURNS, f"the episode has had its {self.limits.max_turns} turns")
+        if self._too_long > self.limits.max_turns:
+            self.finish(FinishReason.LENGTH, "too many messages were too long")
+
+    def check_characters(self, number: int) -> None:
+        """Refuse messages of `number` characters if they cannot fit."""
+        if number > MOST_CHARACTERS * self.longest:
+            self.finish(FinishReason.LENGTH, f"no room is left for a response: the messages have {number} characters")
 
     async def sample(
         self, ids: Sequence[int], after: int | None, most: int | None, stop: Sequence[str] = (), messages: Sequence[Message] = ()
@@ -221,6 +235,7 @@ class Policy:
 
     def finish(self, reason: FinishReason, why: str) -> NoReturn:
         self.finish_reason, self.limit = reason, (reason, why)
+        self._too_long += reason is FinishReason.LENGTH
         raise EpisodeOver(why)
 
     def reward(self, value: float) -> None:

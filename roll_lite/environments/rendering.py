@@ -21,9 +21,9 @@ from roll_lite.environments.base import Message
 from roll_lite.environments.tool_calls import ToolCallParser, family_of
 from roll_lite.files import first_line
 
-SENTINEL = "SENTINEL7f3a9c51"
+SENTINEL = f"SENTINEL{secrets.token_hex(16)}"
 """Content of the dummy assistant message that stands for a response when rendering. Trimming and JSON leave letters and digits unchanged.
-"""
+Random, so that no message contains it."""
 CALL_ID = "call00000"
 QUESTION: Message = {"role": "user", "content": "Question"}
 NEXT: Message = {"role": "user", "content": "Next7f3a9c51"}

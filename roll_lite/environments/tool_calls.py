@@ -16,7 +16,8 @@ MARKERS = {
     *("<think>", "</think>", "[THINK]", "[/THINK]"),
 }
 """Tags of calls and thoughts that the parsers need: they stay in the decoded text even if they are special tokens."""
-THOUGHTS = re.compile(r"(<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))", re.DOTALL)
+THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)", re.DOTALL)
+THOUGHTS_END = re.compile("</think>")
 HERMES_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
 """End of a tool call in the format `hermes`. The closing tag may be missing."""
 SKIP_TO_END = re.compile(r"</tool_call>|(?=<tool_call>)|\Z")
@@ -68,7 +69,8 @@ class ToolCallParser:
         self._left_out = {one for one, token in tokenizer.added_tokens_decoder.items() if token.special and token.content not in MARKERS}
         self._finder = None if form is None else FINDERS[form]
         functions = [tool["function"] for tool in tools]
-        self._parameters = {one["name"]: one.get("parameters", {}).get("properties", {}) for one in functions}
+        properties = {one["name"]: one.get("parameters", {}).get("properties") for one in functions}
+        self._parameters = {name: one if isinstance(one, dict) else {} for name, one in properties.items()}
         self._thinking = thinking
 
     def parse(self, response_ids: Sequence[int]) -> Parsed:
@@ -76,8 +78,13 @@ class ToolCallParser:
         text = self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if self._finder is None:
             return Parsed(text, [])
-        opened = self._thinking or ("</think>" in text and "<think>" not in text.partition("</think>")[0])
-        parts = THOUGHTS.split(f"<think>{text}" if opened else text)
+        closing = self._outside_calls(THOUGHTS_END, text)
+        opened = self._thinking or (closing is not None and "<think>" not in text[: closing.start()])
+        parts, rest = [], f"<think>{text}" if opened else text
+        while (thoughts := self._outside_calls(THOUGHTS, rest)) is not None:
+            parts += [rest[: thoughts.start()], thoughts[0]]
+            rest = rest[thoughts.end() :]
+        parts.append(rest)
         calls: list[dict[str, Any]] = []
         for number in range(0, len(parts), 2):  # thoughts have odd numbers
             part, rest, at = parts[number], "", 0
@@ -91,6 +98,17 @@ class ToolCallParser:
         if opened:
             content = content.removeprefix("<think>")
         return Parsed(content.strip() if calls else content, calls)
+
+    def _outside_calls(self, pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+        """Find the pattern's first match that does not begin in a call. Malformed calls are ignored: their end is unknown."""
+        assert self._finder is not None
+        found = pattern.search(text)
+        for start, end, values in self._finder(text, self._parameters) if found else ():
+            if found is None or found.start() < start:
+                break
+            if found.start() < end and not any(isinstance(value, _Malformed) for value in values):
+                found = pattern.search(text, end)
+        return found
 
 
 def split_thoughts(content: str, thinking: bool) -> tuple[str, str]:
@@ -174,13 +192,28 @@ def _qwen3_coder(text: str, parameters: dict[str, Any]) -> Iterator[_Found]:
         yield _Found(start.start(), at, [value])
 
 
-def _typed(text: str, schema: dict[str, Any] | None) -> Any:
-    if not schema or "string" in (kind := schema.get("type", () if "anyOf" in schema else "string")) or kind is None:
+def _typed(text: str, schema: Any) -> Any:
+    """Convert an argument's text to a type that its schema (None: unknown) allows. Where that may be a string, only a null is converted."""
+    types = _types(schema)
+    value = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
+    if not isinstance(schema, dict) or ("string" in types and not (value.strip() == "null" and "null" in types)):
         return text
     try:
-        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+        return json.loads(value)
     except (ValueError, RecursionError):
         return text
+
+
+def _types(schema: Any) -> set[str]:
+    """Names of the types that a schema allows; empty if unknown."""
+    if not isinstance(schema, dict):
+        return set()
+    kind, values = schema.get("type", []), schema.get("enum", [])
+    types = {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
+    if isinstance(values, list) and any(isinstance(one, str) for one in values):
+        types.add("string")
+    either = [schema.get(key) for key in ("anyOf", "oneOf")]
+    return types.union(*(_types(one) for several in either if isinstance(several, list) for one in several))
 
 
 def _llama3(text: str, parameters: dict[str, Any]) -> Iterator[_Found]:

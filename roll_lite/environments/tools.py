@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
@@ -11,6 +12,8 @@ from roll_lite.environments.episode import Calls, EpisodeFunction, Policy
 from roll_lite.environments.tool_calls import schema_of
 from roll_lite.sandbox.pool import SandboxTrouble
 
+MAX_THREADS = 256
+"""Maximum calls of a sync tool at a time in a worker."""
 LEFT_OUT = "\n[... the middle is left out: the result is too long ...]\n"
 
 
@@ -40,9 +43,15 @@ class FunctionTool:
         self.schemas = [schema_of(function)]
         self._function = function
         self._calls = calls
+        # Each call of a sync function takes a thread.
+        self._places = nullcontext() if inspect.iscoroutinefunction(function) else asyncio.Semaphore(MAX_THREADS)
 
     def opened(self, task: Task) -> AbstractAsyncContextManager[Call]:
-        return nullcontext(lambda name, arguments: self._calls(self._function, **arguments))
+        return nullcontext(self._call)
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
+        async with self._places:
+            return await self._calls(self._function, **arguments)
 
 
 def play_tools(tools: Sequence[Tools], max_chars: int) -> EpisodeFunction:
@@ -65,7 +74,7 @@ def play_tools(tools: Sequence[Tools], max_chars: int) -> EpisodeFunction:
                     raise
                 except ToolError as error:
                     problem = content = str(error)
-                except Exception as error:  # the model's arguments may make a tool raise anything
+                except (Exception, SystemExit) as error:  # the model's arguments may make a tool raise anything
                     problem = content = f"Error: {type(error).__name__}: {error}"
             return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": cut(content, max_chars)}, problem is None
 

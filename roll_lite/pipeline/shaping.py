@@ -22,9 +22,10 @@ from roll_lite.algorithms.rewards import (
 )
 from roll_lite.config.schema.algorithm import AlgorithmConfig, MasksConfig, RewardShapingConfig
 from roll_lite.config.schema.domains import FormatConfig
+from roll_lite.config.schema.environments import EndpointEnvironmentConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.user_function import load_function
-from roll_lite.data.branches import per_sample, sample_rows_of
+from roll_lite.data.branches import SampleRows, per_sample, sample_rows_of
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
 from roll_lite.distributed.dataflow import Batch
@@ -47,6 +48,15 @@ class RewardShaping:
         self._domains = list(config.domains)
         self._settings = [DomainRewards(domain.reward.weight, domain.reward.format) for domain in config.domains.values()]
         self._max_tokens = torch.tensor([domain.sampling.max_tokens for domain in config.domains.values()])
+        self._conversation = torch.tensor(
+            [
+                domain.sampling.max_prompt_tokens + domain.sampling.max_tokens
+                if isinstance(domain.environment, EndpointEnvironmentConfig)
+                else 0
+                for domain in config.domains.values()
+            ]
+        )
+        """Maximum tokens of an agent's conversation, prompt included, by domain; 0 for other domains."""
         self._running = RunningMoments()
 
     def __call__(self, batch: Batch) -> Shaped:
@@ -55,10 +65,12 @@ class RewardShaping:
         reasons = rows.objects("finish_reason")
         length, turns = (torch.from_numpy(reasons == limit) for limit in (FinishReason.LENGTH, FinishReason.MAX_TURNS))
         cut = rows.tensor("cut") if "cut" in rows else length  # older dumps lack it
-        rows = rows.with_columns(domain_number=domains, max_tokens=self._max_tokens[domains], truncated=length | turns, cut=cut)
-        samples, of = per_sample(rows), sample_rows_of(rows)
-        longest = rows.tensor("response_length")
+        of, longest, limits = sample_rows_of(rows), rows.tensor("response_length"), self._max_tokens[domains]
         longest = longest if of is None else of.reduced(longest, "amax")
+        if (conversation := self._conversation[domains]).any():
+            limits = torch.where(conversation > 0, conversation - _prompts(rows, of, longest), limits)
+        rows = rows.with_columns(domain_number=domains, max_tokens=limits, truncated=length | turns, cut=cut)
+        samples = per_sample(rows)
         known = RewardRows.of({**samples.columns, "row_tokens": longest}, self._domains)  # type: ignore[dict-item]
         masked = masked_samples(known, self._algorithm.masks)
         columns = {
@@ -80,6 +92,14 @@ class RewardShaping:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._running.load_state_dict(state["running"])
+
+
+def _prompts(rows: DataProto, of: SampleRows | None, longest: torch.Tensor) -> torch.Tensor:
+    """Length of the prompt of each sample's longest row, [rows]. `longest`: tokens after that prompt, [samples]."""
+    prompts = rows.tensor("prompt_length")
+    if of is None:
+        return prompts
+    return of.reduced(torch.where(rows.tensor("response_length") == longest[of.sample], prompts, 0), "amax")[of.sample]
 
 
 # ---------------------------------------------------------------- rewards and masks as configured

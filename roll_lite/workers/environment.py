@@ -30,8 +30,8 @@ from roll_lite.rewards.base import CANNED_RESPONSE
 from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
 POLL_SECONDS = 1.0
-GRACE_SECONDS = 5.0
-"""Seconds beyond `turn_timeout_s` after which a worker that reports no timeout counts as lost."""
+GRACE_SECONDS = 10.0
+"""Seconds beyond `turn_timeout_s` after which a worker that reports no timeout counts as lost. Closing an MCP server may take 6.5."""
 
 
 class EnvironmentWorker:
@@ -75,6 +75,10 @@ class _Running:
     since: float | None
     """Time at which the environment began to work; None while the policy responds."""
     asks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def seconds(self, now: float) -> float:
+        """Time for which the environment has been working; 0 while the policy responds, or if an event is not handled yet."""
+        return 0.0 if self.since is None or not self.events.empty() else now - self.since
 
 
 class PooledEnvironment(ActorMember):
@@ -226,7 +230,7 @@ class EnvironmentPool:
             for event in events:
                 if (running := member.running.get(event.episode)) is not None:
                     running.events.put_nowait(event)
-            if any(running.since is not None and clock() - running.since > limit_s for running in member.running.values()):
+            if any(running.seconds(clock()) > limit_s for running in member.running.values()):
                 raise MemberLost(f"{member.name}: an episode did not end {GRACE_SECONDS:g} s after its time limit")
             if stuck >= STUCK_THREADS:
                 raise MemberLost(f"{member.name}: {stuck} calls hang in it")

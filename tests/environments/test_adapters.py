@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import pytest
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.config.schema.environments import OpenEnvEnvironmentConfig
 from roll_lite.data.samples import EpisodeRecord, FinishReason, Prompt
 from roll_lite.environments.base import Task
 from roll_lite.environments.build import player_of
@@ -329,3 +331,23 @@ async def test_a_conversation_that_is_rewritten_fails_the_attempt(play: Play) ->
     assert (
         isinstance(end, Failed) and "the environment changed message 1 of 2; a conversation whose tokens train can only grow" in end.cause
     )
+
+
+@pytest.mark.parametrize("gives_reward", [True, False])
+async def test_an_openenv_episode_without_a_last_reward(gives_reward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing reward is no score of 0, unless the domain's reward scores the responses."""
+    from openenv.core.client_types import StepResult
+
+    from roll_lite.environments.adapters.openenv import OpenEnvEpisode
+
+    settings = OpenEnvEnvironmentConfig.model_validate({"name": "openenv", "url": "http://127.0.0.1:9", "action": "text"})
+    episode = OpenEnvEpisode(settings, lambda text: {"text": text}, str, gives_reward)
+    results = [StepResult(observation="", reward=None, done=done) for done in (False, True)]
+    monkeypatch.setattr(episode._client, "step", AsyncMock(side_effect=results))
+    message = {"role": "assistant", "content": "Hi."}
+    assert (await episode.step(message)).reward == 0.0
+    if gives_reward:
+        with pytest.raises(RuntimeError, match="ended the episode without a reward; to score responses, name a `reward`"):
+            await episode.step(message)
+    else:
+        assert (await episode.step(message)).done

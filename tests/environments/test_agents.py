@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,6 +129,27 @@ time.sleep(600)
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
+
+
+def pipes() -> set[str]:
+    return {name for name in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if "pipe:" in name}
+
+
+async def test_a_daemon_of_a_program_keeps_nothing_open(tmp_path: Path) -> None:
+    rest = """
+import subprocess, time
+daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
+open(sys.argv[0] + ".pid", "w").write(str(daemon.pid))
+ask(task["messages"])
+"""
+    before = pipes()
+    _, end = await played(program(tmp_path, f"{rest}time.sleep(600)"), "3", turn_timeout_s=4.0)
+    try:
+        assert isinstance(end, Failed), end
+        await asyncio.sleep(0.2)
+        assert not [task for task in asyncio.all_tasks() if "_end_of" in repr(task)] and pipes() <= before
+    finally:
+        psutil.Process(int((tmp_path / "agent.py.pid").read_text())).kill()
 
 
 async def test_a_program_that_fails_at_a_limit_has_no_reward_but_trains(tmp_path: Path) -> None:
@@ -266,7 +288,36 @@ async def test_a_limit_is_remembered_though_another_request_went_on() -> None:
         return 1.0
 
     _, end = await played(fails, "3")
-    assert isinstance(end, Ended) and end.record.rewards == (0.0,)
+    assert isinstance(end, Ended) and (end.finish_reason, end.record.rewards) == (FinishReason.LENGTH, (0.0,))
+
+
+@pytest.mark.parametrize(
+    ("result", "cause"),
+    [(KeyError("a bug"), "KeyError: 'a bug'"), (None, "the agent's result is None; expected a number")],
+    ids=["error", "none"],
+)
+async def test_a_failure_after_a_limit_that_the_agent_coped_with_is_a_failure(result: Exception | None, cause: str) -> None:
+    async def copes(task: Task, endpoint: Endpoint) -> None:
+        assert (await post(endpoint, [{"role": "user", "content": "x" * 200}])).status_code == 400
+        assert (await post(endpoint, task.messages)).status_code == 200
+        if result is not None:
+            raise result
+
+    _, end = await played(copes, "3")
+    assert isinstance(end, Failed) and cause in end.cause, end
+
+
+@pytest.mark.parametrize("error", ["the code episode_over", "the episode is over; no further response is possible. No room."])
+async def test_an_error_that_names_the_limit_ends_the_episode_at_it(error: str) -> None:
+    """Clients' errors name it, and so do those of frameworks around them."""
+
+    async def wraps(task: Task, endpoint: Endpoint) -> None:
+        await post(endpoint, [{"role": "user", "content": "x" * 200}])
+        await post(endpoint, task.messages)
+        raise RuntimeError("the first of two sub-agents failed") from ValueError(error)
+
+    _, end = await played(wraps, "3")
+    assert isinstance(end, Ended) and (end.finish_reason, end.record.rewards) == (FinishReason.LENGTH, (0.0,)), end
 
 
 async def test_an_agent_that_goes_on_after_a_limit_ends_at_the_limit() -> None:
@@ -292,12 +343,40 @@ async def test_an_agent_that_goes_on_after_a_limit_ends_at_the_limit() -> None:
 async def test_a_huge_request_is_refused_before_it_is_tokenized(messages: list[Message]) -> None:
     async def huge(task: Task, endpoint: Endpoint) -> float:
         reply = await post(endpoint, messages)
-        assert reply.status_code == 400 and re.search(r"the request has 10000\d\d\d characters", reply.json()["error"]["message"])
+        assert reply.status_code == 400 and re.search(r"the messages have 10000\d\d\d characters", reply.json()["error"]["message"])
         await post(endpoint, task.messages)
         return 1.0
 
     asks, end = await played(huge, "3")
     assert isinstance(end, Ended) and len(asks) == 1
+
+
+async def test_floods_of_long_requests_hold_up_nobody() -> None:
+    """They are rendered one at a time, outside the event loop, and no more than max_turns + 1 of them."""
+    rendering, rendered = threading.Lock(), list[int]()
+
+    class Slow(Characters):
+        def prompt(self, messages: Sequence[Message]) -> list[int]:
+            assert threading.current_thread() is not threading.main_thread()
+            assert rendering.acquire(blocking=False), "two at a time"
+            rendered.append(len(messages))
+            time.sleep(0.05)
+            rendering.release()
+            return super().prompt(messages)
+
+    async def floods(task: Task, endpoint: Endpoint) -> float:
+        replies = await asyncio.gather(*(post(endpoint, [{"role": "user", "content": "x" * 300}]) for _ in range(9)))
+        assert {reply.json()["error"]["code"] for reply in replies} == {"episode_over"}
+        assert sum("too many messages were too long" in reply.json()["error"]["message"] for reply in replies) == 5
+        assert (await post(endpoint, task.messages)).status_code == 400
+        return 1.0
+
+    async def first(task: Task, endpoint: Endpoint) -> float:
+        await post(endpoint, task.messages)
+        return await floods(task, endpoint)
+
+    _, end = await played(first, "3", max_turns=3, renderer_of=lambda _: Slow())
+    assert isinstance(end, Ended) and (end.finish_reason, len(rendered)) == (FinishReason.STOP, 5), end
 
 
 async def test_an_agent_whose_first_prompt_is_too_long_is_told_why() -> None:

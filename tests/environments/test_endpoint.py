@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from openai.types.responses import Response
 from support_endpoint import WEATHER, ScriptedSession, call, says, serving
 from yarl import URL
 
@@ -325,6 +326,18 @@ async def test_a_forced_call_is_overridden(path: str, tool: Any, choice: Any) ->
     assert asked.overridden == ("tool_choice",) and [one["function"]["name"] for one in asked.tools] == ["weather"]
 
 
+@pytest.mark.parametrize(
+    ("choice", "shown"), [({"type": "function", "name": "weather"}, "auto"), ("required", "required"), ("none", "none"), (None, "auto")]
+)
+async def test_a_cut_response_with_a_choice_of_tools(choice: Any, shown: str) -> None:
+    """In the form that OpenAI's client knows."""
+    async with http_of(ScriptedSession(says("It is", finish="length"))) as http:
+        tools = [{"type": "function", "strict": True, **WEATHER}]
+        _, body = await post(http, ITEMS, {"input": "?", "tools": tools, "tool_choice": choice})
+    assert (body["tool_choice"], body["status"], body["output"][0]["status"]) == (shown, "incomplete", "incomplete")
+    Response.model_validate({**body, "usage": None})
+
+
 async def test_the_stop_sequence_of_a_message() -> None:
     session = ScriptedSession(*[says("Hi.")._replace(stop_sequence="END")] * 2)
     async with http_of(session) as http:
@@ -369,6 +382,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         (CHAT, {"max_tokens": 0}, "max_tokens"),
         (CHAT, {"max_tokens": "many"}, "max_tokens: Input should be a valid integer"),
         (CHAT, {"stop": [1]}, "stop.0"),
+        (CHAT, {"stop": [""]}, "stop.0: String should have at least 1 character"),
+        (CHAT, {"stop": ["x" * 257]}, "stop.0: String should have at most 256 characters"),
+        (TURNS, {"messages": QUESTION, "stop_sequences": ["x"] * 17}, "stop_sequences: List should have at most 16 items"),
         (CHAT, {"stream": "perhaps"}, "stream"),
         (CHAT, {"tools": [{"type": "custom", "custom": {}}]}, "tools.0: tools of type 'custom' are not available"),
         (CHAT, {"tools": [{"type": "function", "function": {}}]}, "tools.0.name: Field required"),
@@ -611,6 +627,30 @@ async def test_bodies_at_a_time_are_bounded_before_they_are_read(monkeypatch: py
             for _, writer in begun:
                 writer.close()
             await until(200)
+
+
+async def test_bytes_at_a_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of requests that wait for a response too: their bodies are kept."""
+    monkeypatch.setattr(server_module, "MAX_EPISODE_BYTES", 20_000)
+    session = ScriptedSession(*[says("Hi.")] * 5)
+    session.gate.clear()
+    body = {"messages": QUESTION, "metadata": {"x": "x" * 15_000}}
+    async with http_of(session) as http:
+        first = asyncio.ensure_future(post(http, CHAT, body))
+        await session.asked.acquire()
+        status, answer = await post(http, CHAT, body)
+        assert status == 429 and "have 15" in answer["error"]["message"]
+        small = asyncio.ensure_future(post(http, CHAT, {"messages": QUESTION}))
+        await session.asked.acquire()
+        session.gate.set()
+        assert [status for status, _ in await asyncio.gather(first, small)] == [200, 200]
+        assert (await post(http, CHAT, body))[0] == 200
+        async with http.post(CHAT, data=iterated(b"{}")) as response:
+            assert response.status == 429, "of unknown size"
+
+
+async def iterated(content: bytes) -> AsyncIterator[bytes]:
+    yield content
 
 
 async def test_floods_of_malformed_json_cost_nothing() -> None:

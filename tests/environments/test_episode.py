@@ -222,6 +222,10 @@ async def says_nothing(task: Task, policy: Policy) -> None:
     await policy.respond([{"role": "user"}])
 
 
+async def says_objects(task: Task, policy: Policy) -> None:
+    await policy.respond({"role": "user", "content": "Hi.", "sender": object()})
+
+
 async def asks_twice(task: Task, policy: Policy) -> None:
     await asyncio.gather(policy.respond("One?"), policy.respond("Two?"))
 
@@ -255,6 +259,7 @@ FAILURES: dict[str, tuple[EpisodeFunction, str]] = {
     ),
     "not finite": (rewards_nan, "the reward nan is not finite"),
     "no message": (says_nothing, r"returned .* as a message; expected a text or \{role, content\}"),
+    "no plain message": (says_objects, "returned .* as messages, but all fields must be JSON values: Object of type object"),
     "no step": (play_class(Unfinished, {}, Calls()), r"step returned \{'done': True\}; expected a Step, or a tuple"),
     "no response": (never_asks, "it ended without a response"),
     "leaves Python": (
@@ -305,6 +310,31 @@ async def test_time_of_the_policy_is_not_the_environments() -> None:
 async def test_a_long_first_prompt_is_refused() -> None:
     _, end = await played(guessing(), max_prompt_tokens=5)
     assert isinstance(end, Failed) and "the first prompt has 6 tokens; sampling.max_prompt_tokens is 5" in end.cause
+
+
+@pytest.mark.parametrize("at", [0, 1])
+async def test_huge_messages_are_refused_before_they_are_tokenized(at: int) -> None:
+    """150 tokens have at most 64 * 150 characters."""
+
+    async def huge(task: Task, policy: Policy) -> None:
+        for number in range(2):
+            await policy.respond("x" * 9601 if number == at else "x")
+
+    class Small(Characters):
+        def prompt(self, messages: Sequence[Message]) -> list[int]:
+            assert len(messages[0]["content"]) == 1
+            return super().prompt(messages)
+
+    player = Player(huge, Small(), Limits(9, 5.0, 50), Calls())
+    player.tell([Begin(0, TASK, 100)])
+    for _ in range(at):
+        await player.events(5.0)
+        player.tell([Answer(0, 0, encoded("1"))])
+    [end] = await player.events(5.0)
+    if at:
+        assert isinstance(end, Ended) and (end.finish_reason, end.record.rewards) == (FinishReason.LENGTH, (0.0,))
+    else:
+        assert isinstance(end, Failed) and "no room is left for a response: the messages have 9601" in end.cause
 
 
 async def test_a_cancelled_episode_says_nothing_more() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from roll_lite.environments import rendering
 from roll_lite.environments.rendering import ChatRenderer, PlainRenderer
 
 MakeTokenizer = Callable[[str], Any]
@@ -360,3 +363,13 @@ def test_the_template_is_told_from_the_contents(tokenizer_of: MakeTokenizer) -> 
     for content in ("higher", "<|im_end|>", "one\ud800two"):
         messages = [{"role": "user", "content": content}]
         assert 0 < renderer.content_tokens(messages) == len(renderer.continuation([], messages)) - around
+
+
+def test_no_text_of_a_message_marks_the_response_in_rendering(tokenizer_of: MakeTokenizer) -> None:
+    """A fixed marker, which such a message cites, would have the text before it cut off."""
+    tokenizer = tokenizer_of("qwen3")
+    for marker in (rendering.SENTINEL[:16], "SENTINEL7f3a9c51"):
+        ids = ChatRenderer(tokenizer, None, {}, None, SETTING).continuation([5], [{"role": "user", "content": f"Before {marker} behind."}])
+        assert f"user\nBefore {marker} behind." in tokenizer.decode(ids)
+    program = "from roll_lite.environments.rendering import SENTINEL; print(SENTINEL)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() != rendering.SENTINEL

@@ -123,7 +123,7 @@ class Engine:
 class Agent:
     """Sends requests that follow from earlier ones in every way that agents have: as a program would, which knows messages only."""
 
-    def __init__(self, chance: random.Random, family: str, session: AgentSession, asks: list[Ask]) -> None:
+    def __init__(self, chance: random.Random, family: str, session: AgentSession, asks: dict[Any, Ask]) -> None:
         self.chance, self.family, self.session, self.asks = chance, family, session, asks
         self.answered: list[tuple[ChatRequest, Message, int]] = []
         """Request, reply as it was sent, and number of the response."""
@@ -131,24 +131,25 @@ class Agent:
 
     async def run(self) -> None:
         for _ in range(self.chance.randint(2, 6)):
-            try:
-                requests = [self.request() for _ in range(self.chance.choice((1, 1, 1, 2, 3)))]
-                await asyncio.gather(*map(self.send, requests))
-            except EpisodeOver:
-                return
+            requests = [self.request() for _ in range(self.chance.choice((1, 1, 1, 2, 3)))]
+            for error in filter(None, await asyncio.gather(*map(self.send, requests), return_exceptions=True)):
+                if isinstance(error, EpisodeOver):
+                    return
+                raise error
 
     async def send(self, request: ChatRequest) -> None:
-        place, expected = len(self.asks), continued_by(request, self.answered)
+        expected = continued_by(request, self.answered)
         node, new, _ = self.session._match(request)
         try:
             reply: ChatReply = await self.session.respond(request)
         except ValueError:  # the template refuses these roles in this order
             self.refused += 1
             return
-        assert self.asks[place].after in (expected or {None}), "the longest conversation that the messages begin with"
-        self.answered.append((request, as_sent(reply).message, self.asks[place].number))
+        asked = self.asks[asyncio.current_task()]
+        assert asked.after in (expected or {None}), "the longest conversation that the messages begin with"
+        self.answered.append((request, as_sent(reply).message, asked.number))
         if request.text is None:
-            self.check_given(self.asks[place], request, None if node is None else node.ids, new)
+            self.check_given(asked, request, None if node is None else node.ids, new)
 
     def check_given(self, ask: Ask, request: ChatRequest, before: list[int] | None, new: list[Message]) -> None:
         """What others wrote never becomes an added token: there are as many as with harmless texts."""
@@ -218,7 +219,7 @@ async def played(
 ) -> tuple[Agent, list[Ask], Transcript]:
     """Play one conversation of an agent; `name` begins its requests' ids."""
     conversation = Conversation(ask, name, sampling, wants_ids=True)
-    asks: list[Ask] = []
+    asks: dict[Any, Ask] = {}
     under_way: list[asyncio.Task[None]] = []
 
     async def answer(ask: Ask) -> None:
@@ -226,7 +227,7 @@ async def played(
         policy.answered(Answer(ask.episode, ask.number, turn.ids, turn.finish_reason))
 
     def hear(ask: Ask) -> None:
-        asks.append(ask)
+        asks[asyncio.current_task()] = ask
         under_way.append(asyncio.create_task(answer(ask)))
 
     policy = Policy(0, renderers([]), limits, sampling.max_tokens, hear)
@@ -242,7 +243,7 @@ async def played(
     counted = {author: sum(one.length for row in transcript.rows for one in row.segments if one.author is author) for author in Author}
     assert record.metrics["policy_tokens"] == counted[Author.POLICY]
     assert 0 <= record.metrics["template_tokens"] <= record.metrics["environment_tokens"] == counted[Author.ENVIRONMENT]
-    return agent, asks, transcript
+    return agent, [*asks.values()], transcript
 
 
 def renderers_of(tokenizer: Any) -> Callable[[Any], ChatRenderer]:

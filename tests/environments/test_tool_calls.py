@@ -169,6 +169,26 @@ def test_calls_in_thoughts_do_not_count(parse: Callable[..., Parsed], text: str,
     assert found.content.startswith(text[:5] if text[:5] != "<thin" else "<think>") or "I try" not in text
 
 
+WRITES: Sequence[tuple[CallFormat, str]] = (
+    ("hermes", '<tool_call>{{"name": "f", "arguments": {{"text": "{}"}}}}</tool_call>'),
+    ("qwen3_coder", "<tool_call><function=f><parameter=text>{}</parameter></function></tool_call>"),
+    ("llama3", '{{"name": "f", "parameters": {{"text": "{}"}}}}'),
+    ("mistral", '[TOOL_CALLS][{{"name": "f", "arguments": {{"text": "{}"}}}}]'),
+)
+
+
+@pytest.mark.parametrize("thoughts", ["", "<think>\nhm\n</think>\n", "hm </think>\n"])
+@pytest.mark.parametrize("said", ["a </think> b", "use <think> tags", "re.sub('<think>.*</think>', x)", "[THINK]x[/THINK]"])
+@pytest.mark.parametrize(("form", "written"), WRITES)
+def test_arguments_may_speak_of_thoughts(parse: Callable[..., Parsed], form: CallFormat, written: str, said: str, thoughts: str) -> None:
+    text = f"{thoughts}{written.format(said)}\n{written.format('x')}"
+    expected = [("f", {"text": said}), ("f", {"text": "x"})]
+    if form == "mistral":
+        text, expected = text.rpartition("\n")[0], expected[:1]
+    found = parse(form, text)
+    assert (called(found), found.content) == (expected, thoughts.strip())
+
+
 PYTHON = {"name": "python", "parameters": {"type": "object", "properties": {"code": {"type": "string"}}}}
 CODE = 'import math\nprint(math.pi, {"name": 1})'
 
@@ -234,6 +254,39 @@ def test_calls_of_qwen3_coder_come_back_as_they_were(parse: Callable[..., Parsed
     for calls in coder_cases():
         found = parse("qwen3_coder", f"I call it.\n\n{coder_text(calls)}<|im_end|>")
         assert (called(found), found.content) == (calls, "I call it.")
+
+
+STRING, NULL = {"type": "string"}, {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (True, "3", "3"),
+        ({"anyOf": [STRING, NULL]}, "12345", "12345"),
+        ({"anyOf": [STRING, NULL]}, "true", "true"),
+        ({"anyOf": [STRING, NULL]}, "null", None),
+        ({"type": ["string", "null"]}, "null", None),
+        (STRING, "null", "null"),
+        ({"anyOf": [{"oneOf": [STRING]}, {"type": "integer"}]}, "3", "3"),
+        ({"oneOf": [{"type": "integer"}, NULL]}, "3", 3),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"$ref": "#/$defs/P"}, '{"a": 1}', {"a": 1}),
+        ({"$ref": "#/$defs/P"}, "red", "red"),
+        ({"enum": [1, 2, 3]}, "3", 3),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"anyOf": 5, "enum": None, "type": None}, "x", "x"),
+    ],
+)
+def test_arguments_of_qwen3_coder_follow_any_schema(tokenizer_of: Callable[[str], Any], schema: Any, text: str, value: Any) -> None:
+    tokenizer = tokenizer_of("qwen3")
+    tools = [
+        {"function": {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}},
+        {"function": {"name": "g", "parameters": {"properties": ["x"]}}},
+    ]
+    written = "".join(f"<function={name}>\n<parameter=x>\n{text}\n</parameter>\n</function>" for name in "fg")
+    found = called(ToolCallParser(tokenizer, "qwen3_coder", tools).parse(tokenizer.encode(written, add_special_tokens=False)))
+    assert found == [("f", {"x": value}), ("g", {"x": text})]
 
 
 @pytest.mark.slow

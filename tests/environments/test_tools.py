@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +14,7 @@ from environments.tool_play import loaded, played, player_of
 
 from roll_lite.config.schema.environments import FunctionToolConfig
 from roll_lite.data.samples import FinishReason
+from roll_lite.environments import tools
 from roll_lite.environments.base import Task
 from roll_lite.environments.episode import Calls, Ended, Failed
 from roll_lite.environments.tools import LEFT_OUT, Call, FunctionTool, ToolError, ToolLost
@@ -112,9 +116,9 @@ def letters(count: int) -> str:
 
 
 async def test_long_results_lose_their_middle() -> None:
-    tools = loaded(FunctionToolConfig(name=f"{__name__}.letters"))
+    shown_letters = loaded(FunctionToolConfig(name=f"{__name__}.letters"))
     [[short, whole]], _ = await played(
-        player_of(tools, max_chars=300), [[["letters", {"count": 10_000}], ["letters", {"count": 300}]], "Done."]
+        player_of(shown_letters, max_chars=300), [[["letters", {"count": 10_000}], ["letters", {"count": 300}]], "Done."]
     )
     assert len(short) == 300 and short.startswith("abb") and short.endswith("bbc") and LEFT_OUT in short
     assert whole == letters(300)
@@ -124,3 +128,38 @@ async def test_long_results_lose_their_middle() -> None:
 def test_functions_that_cannot_be_tools(name: str) -> None:
     with pytest.raises(ValueError, match=f"tools.0: .*{name.rpartition('.')[2]}"):
         loaded(FunctionToolConfig(name=name))
+
+
+async def test_an_async_tool_that_leaves_python_is_answered() -> None:
+    """SystemExit of a task would end the event loop, and all episodes of the worker."""
+
+    async def leave(code: int) -> str:
+        """Leave.
+
+        Args:
+            code: Number.
+        """
+        sys.exit(code)
+
+    shown, end = await played(player_of([FunctionTool(leave, Calls())]), [[["leave", {"code": 3}]], "Done."])
+    assert shown == [["Error: SystemExit: 3"]] and isinstance(end, Ended)
+
+
+async def test_sync_calls_at_a_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "MAX_THREADS", 2)
+    running, most = threading.Semaphore(0), [0]
+
+    def wait(number: int) -> int:
+        """Wait.
+
+        Args:
+            number: Number.
+        """
+        running.release()
+        time.sleep(0.05)
+        most.append(running._value)
+        running.acquire()
+        return number
+
+    shown, _ = await played(player_of([FunctionTool(wait, Calls())]), [[["wait", {"number": number}] for number in range(9)], "Done."])
+    assert shown == [[str(number) for number in range(9)]] and max(most) == 2

@@ -123,6 +123,7 @@ def test_workers_on_gpus_have_these_settings_and_the_run_tells_them(gpu: str | N
     placement = SimpleNamespace(devices={0: Device(0, "node", gpu)})
     session = SimpleNamespace(log_folder=None)
     starter: Any = SimpleNamespace(session=session, config=config, placement=placement, accelerators=[], later_nodes=LATER_NODES)
+    starter.has_gpus = vars(Starter)["has_gpus"].fget(starter)
     slots = [Slot(gpus=() if gpu is None else (gpu,))]
     assert Starter.spec(starter, "critic", slots).check_places is LATER_NODES.check
     found = {role: {**Starter.spec(starter, role, slots).env} for role in ("actor_train", "actor_infer", "rollouts")}

@@ -175,7 +175,7 @@ def test_a_batch_waits_for_the_successor_of_the_only_engine_which_starts_while_t
     with house(model, tmp_path, 1) as made:
         made.kill(0)
         batch = made.service.start_one(RolloutWorker.next_batch, 8, 1)
-        with WATCHDOG.limit("sync_weights", 0.01):
+        with WATCHDOG.limit("sync_weights", 0.5):
             assert made.restarts.living(()) == [0] == made.restarts.newcomers, "the limit of an update is none of a start"
         assert "no engine is left; the run waits until one has devices and has started" in made.record.told
         made.restarts.hand_over(None)

@@ -135,3 +135,19 @@ def test_running_moments_go_on_where_a_checkpoint_left_them() -> None:
     expected, found = whole(batch()).batch.rows.tensor("reward"), resumed(batch()).batch.rows.tensor("reward")
     assert torch.equal(found, expected)
     assert not torch.equal(found, RewardShaping(config)(batch()).batch.rows.tensor("reward")), "without the state they would start anew"
+
+
+def test_limits_of_agents_are_of_whole_conversations() -> None:
+    """Prompt and response of an agent share max_prompt_tokens + max_tokens = 50; the longest row of a sample counts. Penalties over 10
+    tokens: the first sample has 40 after a prompt of 5, limit 45; the second 8 after 2."""
+    agents = "domains.add.environment={name: endpoint, function: tests.workers.environment_cases.knocks}"
+    sizes = ("domains.add.sampling.max_prompt_tokens=38", "domains.add.sampling.max_tokens=12")
+    config = configured(agents, *sizes, "algorithm.reward.overlong={buffer_tokens: 10, penalty: 1.0}")
+    rows = branched().with_columns(
+        prompt_length=torch.tensor([9, 5, 2, 3, 3, 2, 2]), response_length=torch.tensor([3, 40, 8, 5, 6, 12, 12])
+    )
+    shaped = RewardShaping(config)(Batch(rows)).rows
+    assert shaped.tensor("max_tokens").tolist() == [45, 45, 48, 12, 12, 48, 48]
+    assert shaped.tensor("reward").tolist()[:3] == [0.5, 0.5, 0.0]
+    one_row_each = RewardShaping(config)(Batch(batch().rows.with_columns(prompt_length=torch.tensor([9, 2, 3, 3, 2, 2])))).rows
+    assert one_row_each.tensor("max_tokens").tolist() == [41, 48, 12, 12, 48, 48]

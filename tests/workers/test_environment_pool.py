@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ import pytest
 from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.data.samples import Author, FinishReason, GenerationRequest, Prompt, Sampling, TokenRow, Turn
 from roll_lite.data.templates import load_tokenizer
+from roll_lite.distributed.failures import MemberLost
+from roll_lite.environments.episode import Ask
 from roll_lite.observability.timers import POOL_WORK
 from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 from roll_lite.workers import environment
-from roll_lite.workers.environment import EnvironmentPool
+from roll_lite.workers.environment import EnvironmentPool, _Running
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 MODEL = "examples/models/tiny"
@@ -207,3 +210,22 @@ async def test_episodes_beyond_the_limit_wait() -> None:
         await asyncio.sleep(0.5)
         assert [len(member.running) for member in environments._fleet.members] == [2, 2]
         assert set(await asyncio.gather(*plays)) == {"played"}
+
+
+async def test_an_episode_with_a_request_in_the_queue_does_not_cost_its_worker() -> None:
+    """After a stall of the service, its time limit is long over, but the worker has done its part."""
+    environments: Any = object.__new__(EnvironmentPool)
+    environments._settings = SimpleNamespace(turn_timeout_s=1.0)
+    running = _Running(asyncio.Queue(), asyncio.get_running_loop().time() - 100.0)
+    asked = iter([[Ask(7, 0, None, b"", None)], []])
+
+    async def events() -> tuple[list[Ask], int]:
+        return next(asked), 0
+
+    member: Any = SimpleNamespace(name="one", running={7: running}, actor=SimpleNamespace(events=SimpleNamespace(remote=events)))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await environments._serve(member)
+    running.events.get_nowait()
+    asked = iter([[]])
+    with pytest.raises(MemberLost, match="did not end"):
+        await environments._serve(member)

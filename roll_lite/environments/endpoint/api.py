@@ -21,6 +21,8 @@ OVERRIDDEN = (
     *("max_tool_calls", "context_management"),
 )
 """Parameters of requests that have no effect: the run's own settings apply."""
+OVER = ("episode_over", "the episode is over; no further response is possible")
+"""Code and text of the error for requests beyond a limit."""
 _DISTORTS = "it would change the probabilities that training relies on; leave it out"
 _FREE_FORM = "describe the wanted form in the prompt"
 _REFUSED: Sequence[tuple[str, Any, str]] = (
@@ -159,14 +161,17 @@ class _Tool(BaseModel):
     parameters: Json | None = Field(None, validation_alias=AliasChoices("parameters", "input_schema"))
 
 
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class ApiRequest(BaseModel, ABC):
     """Body of a request to one of the APIs; builds the API's response."""
 
     model_config = ConfigDict(extra="allow")
     model: str = "policy"
     stream: bool | None = None
-    stop: Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given or [])] = Field(
-        [], validation_alias=AliasChoices("stop", "stop_sequences")
+    stop: Annotated[list[_Stop], BeforeValidator(lambda given: [given] if given and isinstance(given, str) else given or [])] = Field(
+        [], validation_alias=AliasChoices("stop", "stop_sequences"), max_length=16
     )
     max_tokens: PositiveInt | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_output_tokens", "max_tokens"))
     tools: list[Annotated[_Tool, BeforeValidator(_flat)]] | None = None

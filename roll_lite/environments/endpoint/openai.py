@@ -118,6 +118,7 @@ class Responses(ApiRequest):
 
     def response(self, reply: ChatReply) -> Json:
         message, output, response_id = reply.message, list[Json](), f"resp_{uuid4().hex}"
+        is_cut = reply.finish_reason == "length"
         # Clients may send the whole conversation each time: messages that are already kept are shared.
         hashed = ((sha256(repr(one).encode()).hexdigest(), one) for one in self._new)
         new = [self._kept.setdefault(digest, [one])[0] for digest, one in hashed]
@@ -128,11 +129,10 @@ class Responses(ApiRequest):
             output.append({"id": item_id, "type": "reasoning", "summary": [], "content": [part]})
         if message["content"] or not (thoughts or message.get("tool_calls")):  # the client repeats an empty response too
             part = {"type": "output_text", "text": message["content"], "annotations": []}
-            output.append({"type": "message", "role": "assistant", "content": [part]})
+            output.append({"type": "message", "role": "assistant", "content": [part], **({"status": "incomplete"} if is_cut else {})})
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], arguments_text(call)
             output.append({"type": "function_call", "call_id": call["id"], "name": name, "arguments": arguments})
-        is_cut = reply.finish_reason == "length"
         return {
             "id": response_id,
             "object": "response",
@@ -144,7 +144,7 @@ class Responses(ApiRequest):
             "previous_response_id": self.previous_response_id,
             "output": [{"id": f"item_{uuid4().hex}", "status": "completed", **item} for item in output],
             "parallel_tool_calls": True,
-            "tool_choice": self.tool_choice,
+            "tool_choice": self.tool_choice if self.tool_choice in ("none", "required") else "auto",
             "tools": [{"type": "function", **tool.model_dump()} for tool in self.tools or ()],
             "usage": {
                 "input_tokens": reply.prompt_tokens,

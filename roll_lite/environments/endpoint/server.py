@@ -16,7 +16,7 @@ from yarl import URL
 
 from roll_lite.environments.base import EpisodeOver, Message
 from roll_lite.environments.endpoint.anthropic import Messages
-from roll_lite.environments.endpoint.api import ApiRequest, ChatReply, Json, Session, as_sent
+from roll_lite.environments.endpoint.api import OVER, ApiRequest, ChatReply, Json, Session, as_sent
 from roll_lite.environments.endpoint.openai import ChatCompletions, Completions, Responses
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ APIS: dict[str, type[ApiRequest]] = {
 }
 MAX_BODY_BYTES = 16 * 2**20
 MAX_AT_ONCE = 64
+MAX_EPISODE_BYTES = 4 * MAX_BODY_BYTES
+"""Maximum bytes of the bodies of an episode's requests at a time."""
 PING_SECONDS = 15.0
 """Interval of comments to a streaming client that waits for a response. The first one opens the stream; before it, a failure can set the
 HTTP status."""
@@ -43,6 +45,8 @@ class _Episode:
     running: set[asyncio.Future[ChatReply]] = field(default_factory=set)
     reading: int = 0
     """Requests whose body is still being read."""
+    bytes: int = 0
+    """Size of the bodies of all requests under way; MAX_BODY_BYTES for one of unknown size."""
 
 
 class EndpointServer:
@@ -89,6 +93,7 @@ class EndpointServer:
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         stream: web.StreamResponse | None = None
         episode: _Episode | None = None
+        size = 0
         try:
             episode = self._episode(http)
             if (http.method, http.path) == ("GET", "/v1/models"):
@@ -97,6 +102,12 @@ class EndpointServer:
                 raise web.HTTPNotFound(text=f"{http.method} {http.path} is not served, only GET /v1/models and POST {', '.join(APIS)}")
             if len(episode.running) + episode.reading >= MAX_AT_ONCE:
                 raise web.HTTPTooManyRequests(text=f"{MAX_AT_ONCE} requests of this episode wait already")
+            declared = None if "Content-Encoding" in http.headers else http.content_length
+            wanted = min(MAX_BODY_BYTES if declared is None else declared, MAX_BODY_BYTES)
+            if episode.bytes + wanted > MAX_EPISODE_BYTES:
+                raise web.HTTPTooManyRequests(text=f"this episode's requests that wait already have {episode.bytes} bytes")
+            size = wanted
+            episode.bytes += size
             episode.reading += 1
             try:
                 given = await http.read()
@@ -122,6 +133,9 @@ class EndpointServer:
             if stream is None:
                 return web.json_response(body, status=status, headers={"x-should-retry": "false"} if status == 500 else None)
             await _send(http, stream, _encoded(body))
+        finally:
+            if episode is not None:
+                episode.bytes -= size
         return stream
 
 
@@ -153,7 +167,8 @@ def _failure(error: Exception) -> tuple[int, Json]:
         [first, *_] = error.errors(include_url=False)
         message = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, "))))
     elif isinstance(error, EpisodeOver):
-        message, code = f"the episode is over; no further response is possible. {error}", "episode_over"
+        code, over = OVER
+        message = f"{over}. {error}"
     elif isinstance(error, web.HTTPException):
         message, status = error.text or "", error.status
     elif not isinstance(error, ValueError):
