@@ -53,7 +53,7 @@ def gae(
     whitening: Whitening | None = None,
     per_turn: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (advantages, returns) of GAE. Returns are values plus the advantages for lam_critic (None: lam).
+    """Return (advantages, returns) of GAE. Returns: values plus advantages computed with lam_critic (None: lam).
 
     lam: one number, or [B]. last_token_reward [B]: added to the reward of each row's last policy token. bootstrap [B]: value after that
     token (None: 0). per_turn: gamma discounts only from turn to turn; a turn is an unbroken run of policy tokens.
@@ -194,7 +194,7 @@ def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:
 
 
 def merged_moments(parts: torch.Tensor) -> torch.Tensor:
-    """Merge the moments of rows or ranks, [N, 3] -> [3]."""
+    """Merge rows (count, sum, squared deviations), [N, 3] -> [3]."""
     counts, sums, squares = parts.unbind(1)
     count, total = counts.sum(), sums.sum()
     shifts = torch.where(counts > 0, sums / counts.clamp(min=1), 0.0) - total / count.clamp(min=1)

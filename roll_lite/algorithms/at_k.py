@@ -30,7 +30,7 @@ class SampledPrompts:
     """Samples sorted by prompt. Methods return one value per prompt, NaN if it has fewer than k samples."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """`answers`: number of each sample's answer, from 0 (equal answers to a prompt have equal numbers), or NO_ANSWER, or READS_NONE."""
+        """`answers`: each sample's answer number, from 0 (equal for equal answers to a prompt), or NO_ANSWER, or READS_NONE."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]
@@ -63,8 +63,8 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """Share of majority votes won by a correct answer (maj@k) of each prompt. Every k consecutive samples vote; samples without an
-        answer abstain. Ties count with their mean correctness. NaN if the reward extracts no answers."""
+        """Share of each prompt's majority votes won by a correct answer (maj@k). Each k consecutive samples hold a vote; those without an
+        answer abstain. Ties count their mean correctness. NaN if the reward extracts no answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

@@ -39,8 +39,8 @@ def recurrence(
     whitening: Whitening | None,
     per_turn: bool = False,
 ) -> list[torch.Tensor]:
-    """Run the kernel `gae` or `discounted_returns`; return its results, each [B, T-1]. `tokens`: its token tensors (None: zeros). `rows`:
-    its row arguments: [B], one number, or None for 0. `per_turn`: as in `advantages.gae`."""
+    """Run the kernel `gae` or `discounted_returns`; return its results, each [B, T-1]. `tokens`: the kernel's token tensors (None: zeros).
+    `rows`: row arguments: [B], one number, or None for 0. `per_turn`: as in `advantages.gae`."""
     inputs = [
         *(_tokens(x, mask) for x in tokens),
         _mask(mask),
@@ -155,8 +155,8 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Write a row's (count, sum, sum of squared deviations). `total` and `squares` sum differences from `origin` (one entry), for precision
-    if entries share a large offset."""
+    """Write a row's (count, sum, sum of squared deviations). `total`, `squares`: sums of (squared) differences from
+    `origin`, one of the entries: precise despite large offsets."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))

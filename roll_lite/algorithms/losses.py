@@ -15,7 +15,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""Minimum relative difference between weight and ratio to count as clipped; smaller ones are float32 rounding."""
+"""Minimum relative difference between weight and ratio to count as clipped; smaller differences are float32 rounding."""
 
 # ---------------------------------------------------------------- inputs and result of a policy loss
 
@@ -68,8 +68,8 @@ class PolicyLoss:
     ratio: torch.Tensor
     """New / old probability of the token (sequence-level losses: of the sequence); 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: the ratio is below its clip range, so the token has no gradient. In cispo and topr it keeps its gradient, with a weight raised
-    to the bound."""
+    """bool: the ratio is below its clip range, so the token has no gradient. In cispo and topr the token keeps its gradient, its
+    weight raised to the bound."""
     clipped_high: torch.Tensor
     """bool: like clipped_low, for a ratio above its clip range."""
 

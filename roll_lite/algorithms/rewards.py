@@ -21,9 +21,9 @@ class RewardRows:
     format_ok: torch.Tensor
     """float32: 1 if the domain's format pattern matches; 0 without a pattern."""
     policy_tokens: torch.Tensor
-    """int64: most policy tokens in a training row of the sample."""
+    """int64: policy tokens; maximum over the sample's training rows."""
     row_tokens: torch.Tensor
-    """int64: most tokens after the prompt, by policy and environment, in a training row of the sample."""
+    """int64: tokens after the prompt (policy's and environment's); maximum over the sample's training rows."""
     max_tokens: torch.Tensor
     truncated: torch.Tensor
     """bool: cut at max_tokens or max_turns."""
@@ -116,7 +116,7 @@ def normalized(
     running: RunningMoments,
 ) -> np.ndarray:
     """Subtract the mean (if `mean`), divide by the sample standard deviation (if `std`, unless 0). over=group: statistics of all samples of
-    a group; batch: of those that train (`trains` [N]); running: of those in all calls."""
+    a group; batch: of samples with `trains`; running: of such samples in all calls."""
     if len(rewards) == 0:
         return rewards
     rewards = rewards.astype(np.float32).astype(np.float64)  # rounded like scores: 1 - 0.1 equals a score of 0.9

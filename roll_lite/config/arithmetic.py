@@ -209,7 +209,7 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
     """Return True if `size` ranks can split the attention heads evenly. With more ranks than key/value heads, trainers split each of these
-    heads along `head_dim`; engines copy it (`head_dim`: None)."""
+    heads along `head_dim`; engines copy heads (`head_dim`: None)."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
@@ -354,8 +354,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum samples in a batch. Domains with the most samples per prompt get up to two prompts more than their average, unless it is a
-    whole number. `min_prompts` takes prompts from other domains."""
+    """Maximum samples in a batch. Domains with the most samples per prompt get up to two prompts more than their average, unless the
+    average is whole. `min_prompts` takes prompts from other domains."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     most = {one.name: max(int(one.prompts_per_step) + spare[one.name], one.min_prompts) for one in domains}

@@ -31,7 +31,7 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """{role: names of its tensors on the device}, in the order of loading. A role whose devices are taken waits; later roles are loaded."""
+    """{role: names of its tensors on the device}, in the order of loading. A role whose devices are taken waits while later roles load."""
     in_turns: bool = False
     """True: roles with `offload` that share a device take turns on it: load, work, offload."""
     of_step: bool = True

@@ -85,8 +85,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_whole_cluster: bool) -> dict[str, int]:
-    """Return {role: number of devices}. Roles without a number get the highest of their group, else one or, with `has_whole_cluster` and
-    without judges, all devices."""
+    """Return {role: number of devices}. Roles without a number get their group's highest; in groups without numbers: all
+    devices (`has_whole_cluster`, no judges), else one."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if has_whole_cluster and placement.devices and not is_judge else 1

@@ -33,8 +33,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum rows checked: SCANNED_ROWS of a file or folder (about two seconds), TABLE_ROWS if a preset converts it. In later rows of tables,
-only the tag is checked."""
+"""Maximum rows checked: SCANNED_ROWS of a file or folder (about two seconds), TABLE_ROWS if a preset converts it. After a
+table's first TABLE_ROWS rows, only tags are checked."""
 NAMED_LINES = 5
 
 
@@ -206,8 +206,8 @@ _NOT_READ = object()
 
 
 def _table_rows(shards: list[Path], scan: _Scan) -> Iterator[Row]:
-    """Yield the rows of one path's shards (files). All configured columns are read of a shard's first TABLE_ROWS rows; of later rows, up to
-    SCANNED_ROWS, only the tag. Columns that were not read hold _NOT_READ."""
+    """Yield the rows of one path's shards (files). All configured columns are read from a shard's first TABLE_ROWS rows;
+    from later rows, up to SCANNED_ROWS, only the tag. Columns that were not read hold _NOT_READ."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     lacks_columns = False

@@ -218,7 +218,7 @@ def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
     rows: dict[Any, dict[int, int]] = {}
-    """{token block: {number of the entry: its row}}."""
+    """{token block: {entry number: row in block}}."""
     for number, entry in enumerate(entries):
         if entry.tokens is not None and entry.tokens.block in blocks:
             rows.setdefault(entry.tokens.block, {})[number] = entry.tokens.row

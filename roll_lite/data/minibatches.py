@@ -39,7 +39,7 @@ def cut_mini_batches(
     """Shuffle the batch in each epoch and split it into `mini_batches` mini-batches. Rows with train_weight 0 and empty mini-batches are
     dropped.
 
-    `samples`: number of each row. `owners`: number of each row's sample (None: each row is a sample). A sample's rows stay in one
+    `samples`: each row's number. `owners`: number of each row's sample (None: each row is a sample). A sample's rows stay in one
     mini-batch, and count as one sequence in the loss unless `rows_are_sequences`.
     """
     cut: list[MiniBatch] = []

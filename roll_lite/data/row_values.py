@@ -90,7 +90,7 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Files of the column, {name: text}, without nulls: formats such as Parquet give every row the file names of all rows."""
+    """Files of the column, {name: text}. Nulls are dropped: Parquet gives each row all rows' file names, null if absent."""
     files = cell(row, column) or {}
     if not isinstance(files, dict):
         raise RowError(column, f"must be a mapping of file names to texts, got {show(files)}")

@@ -101,8 +101,8 @@ class GenerationRequest(Packed):
     context: TokenRow | None = None
     """Tokens of an earlier request, before prompt_ids. The worker prepends them: engines take whole prompts."""
     resumed_tokens: int = 0
-    """Number of tokens at the context's end that belong to this response, from before an interruption. The completion's text includes them,
-    and stop strings may begin in them; its other fields cover new tokens only."""
+    """Number of tokens at the context's end that belong to this response, from before an interruption. Stop strings may begin in them. The
+    completion's text includes them; its other fields cover new tokens only."""
     wants_ids: bool = False
     masks_context: bool = False
     """Exclude the context from the loss: another row of the sample trains on it."""
@@ -283,7 +283,7 @@ class Transcript(Branch):
 
     @property
     def last_text(self) -> str:
-        """Text to score: an agent's answer, or the last response without tool calls."""
+        """Text to score: an agent's answer, or the last response minus tool calls."""
         if self.episode is None:
             return self.text
         if self.episode.answer is not None:

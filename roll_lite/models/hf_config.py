@@ -55,7 +55,7 @@ class RopeConfig:
     linear_factor: float | None = None
     """Factor by which positions are divided; None: no linear scaling."""
     llama3: Mapping[str, float] | None = None
-    """Llama 3's LLAMA3_FIELDS; else None."""
+    """Llama 3's scaling, {field: value}."""
 
 
 @dataclass(frozen=True)

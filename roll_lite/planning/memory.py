@@ -46,7 +46,7 @@ class PhaseMemory:
     phase: Phase
     devices: tuple[int, ...]
     roles: Mapping[str, int]
-    """Bytes that each role needs on a device. `total` counts only the largest of offloaded roles loaded in turns."""
+    """Bytes that each role needs on a device. Offloaded roles take turns: `total` counts only the largest."""
     total: int
 
 
@@ -124,7 +124,7 @@ def rows(count: int, prompt: int, longest: int, columns: tuple[str, ...]) -> Dat
 
 
 def engine_memory(config: RunConfig, model: Architecture, device_bytes: float) -> RankMemory:
-    """Estimate an engine's memory. The KV cache gets what weights and activations leave of its GPU memory."""
+    """Estimate an engine's memory. The KV cache gets the engine's GPU memory minus weights and activations."""
     role = config.actor_infer
     return _serving_memory(role.strategy, model, number_bytes(config), device_bytes / role.replicas_per_device)
 
@@ -142,8 +142,8 @@ def _serving_memory(strategy: EngineStrategyConfig, model: Architecture, size: i
 
 
 def send_buffer_bytes(config: RunConfig, model: Architecture) -> int:
-    """Estimate the most bytes of the send buffers that a trainer rank keeps: for buckets in flight, buckets that engines still hold (one,
-    or one per owner of experts), and one tensor larger than a bucket."""
+    """Estimate the maximum bytes of a trainer rank's send buffers: buckets in flight, buckets not yet released by engines (one, or one
+    per expert-parallel rank), and a tensor larger than a bucket."""
     if not (generates(config) and trains(config)) or adapters_of_engines(config) is not None:
         return 0
     sizes = {name: prod(shape) * number_bytes(config) for name, shape in weight_shapes(model.hf).items()}

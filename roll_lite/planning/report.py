@@ -72,7 +72,7 @@ def _problems(config: RunConfig, phases: list[PhaseMemory], cached: int, device:
 
 
 def remedies(config: RunConfig, model: Architecture, device: Device, phases: list[PhaseMemory]) -> Iterator[str]:
-    """Yield per role the first change of one setting with which everything fits, and the peak memory saved."""
+    """Yield, per role, the first change of a single setting that makes everything fit, and memory saved."""
     before = max(one.total for one in phases)
     for name, role in roles(config).items():
         for setting, value in _changes(config, role, before, device):
@@ -178,7 +178,7 @@ def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
 
 
 def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Iterator[RunConfig]:
-    """Yield the configuration with two values of the engines' tensor_parallel: given, then fastest, of those whose KV cache holds
+    """Yield the configuration with two values of the engines' tensor_parallel (given, fastest). Skip values whose KV cache cannot hold
     the longest sample."""
     seconds: dict[int, float] = {}
     given, engines = config.actor_infer.strategy.tensor_parallel, len(device_numbers(config.actor_infer.devices))

@@ -133,7 +133,7 @@ def step_time(config: RunConfig, model: Architecture, device: Device, cached_tok
 
 
 def _one_batch(config: RunConfig) -> RunConfig:
-    """Return an evaluation as one step: all held-out prompts, as many as the section `simulation` says, with their sampling."""
+    """Turn an evaluation into one step on all held-out prompts, with held-out sampling. Section `simulation` gives their number."""
     prompts = {name: config.simulation.domains.get(name, config.simulation.responses).prompts for name in config.domains}
     domains = {
         name: one.model_copy(
@@ -232,7 +232,8 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured `rollout.supply`. Unless engines and trainer share devices or nothing trains, also simulate the others."""
+    """Simulate the configured `rollout.supply`. Unless engines and trainer share devices or nothing trains, also simulate
+    other supplies."""
     alone = scenario.takes_turns or not scenario.trainer.token_s
     supplies = [one for one in SUPPLIES if not alone and one["supply"] != scenario.rollout.supply]
     return [simulate(one) for one in [scenario, *map(scenario.under, supplies)]]

@@ -71,7 +71,7 @@ class RewardType(Section):
         return ""
 
     def longest_s(self) -> dict[str, float]:
-        """Wall-clock limits of a sample, by argument."""
+        """{argument: seconds of a sample's wall-clock limit}."""
         return {}
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
@@ -134,8 +134,8 @@ class RewardFunction:
         return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score several samples in one call. If it raises RewardFailed, score the samples one by one; likewise those for which it returns
-        ResponseSuspected."""
+        """Score several samples in one call. On RewardFailed, the caller scores the samples one by one; on ResponseSuspected results, only
+        those."""
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 
     async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:

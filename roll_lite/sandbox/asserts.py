@@ -24,12 +24,12 @@ from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 LONGEST = 8 << 20
 CHANGING = (list, dict, set, bytearray)
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would silently end a loop in the tests, which get a plain Exception instead."""
+"""Exceptions that would silently end a loop in tests; tests get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 
 
 class _Aborted(BaseException):
-    """Abandoned test; `except Exception` does not catch it."""
+    """Raised to abandon a test; escapes `except Exception`."""
 
 
 # ---------------------------------------------------------------- the tests' side
@@ -46,7 +46,7 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a proxy of a method. An attribute of a function or class aborts the test, which runs again in the program's process."""
+        """Return a method's proxy. Reading an attribute of a function or class aborts the test, which reruns in the program's process."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):

@@ -165,7 +165,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """List a folder while the program may still run. It is held open: no symlink can replace it."""
+    """List a folder while the program may still run. Held open, the folder cannot become a symlink."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"

@@ -18,7 +18,7 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""Base of sandboxes' user ids. Adding its process id gives a sandbox its own user, whose processes can be counted and signalled separately.
+"""Base of sandboxes' user ids: a sandbox adds its process id, so that its processes can be counted and signalled separately.
 """
 SHARED_BYTES = 16 << 20
 ROOM = 2

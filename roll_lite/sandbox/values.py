@@ -50,7 +50,7 @@ PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""{type: copies a value of a subclass as plain data, without calling the subclass's overrides}."""
+"""{type: function that copies a subclass's value as plain data without calling its overrides}."""
 MOST_ITEMS = 100_000
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,

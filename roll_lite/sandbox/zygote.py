@@ -38,7 +38,7 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds until the first usage sample, and mean seconds between later ones: at random, so that programs cannot hide between samples."""
+"""Seconds until the first usage sample, and mean seconds between later samples, taken at random times: programs cannot hide in between."""
 DISK_LOOK_S = 0.002
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024

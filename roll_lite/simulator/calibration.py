@@ -195,7 +195,8 @@ def _responses(
 
 def answer_seconds(seconds: Sequence[float], answers: Sequence[float]) -> tuple[float, float]:
     """Fit a log-normal distribution to the environment's answer times, assumed independent; return median and 99th percentile.
-    `seconds`, `answers`: an episode's total time and number of answers. A constant time (a reset) adds to the mean, not the spread."""
+    `seconds`, `answers`: each episode's environment time and number of answers. Constant time (a reset) adds to the mean, not the
+    spread."""
     counts = np.array(answers)
     line = np.stack((np.ones_like(counts), counts), axis=1)
     left = np.array(seconds) - line @ np.linalg.lstsq(line, np.array(seconds), rcond=None)[0]

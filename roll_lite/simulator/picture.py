@@ -16,7 +16,7 @@ VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a22
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
 """Phases: training, draining, weight update, and loading or offloading of engines."""
 MOST_ROWS = 96
-"""Maximum request slots with a row each. With more slots, each engine gets one row, paler when fewer requests run."""
+"""Maximum request slots drawn one per row. With more slots, each engine gets one row, paler when fewer requests run."""
 COLUMNS = 1400
 
 

@@ -76,8 +76,8 @@ class Scenario:
 
     @property
     def mean_slots(self) -> int:
-        """Mean number of requests for which an engine has slots and KV cache. Responses count as half done, weighted by length (running
-        time)."""
+        """Mean number of requests that fit an engine's slots and KV cache: half-done responses, long ones weighted more, as they run
+        longer."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots

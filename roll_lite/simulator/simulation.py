@@ -66,7 +66,7 @@ class SimulatedRun:
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Seconds, summed over domains, without new prompts for later batches because a batch or more of samples lacked scores."""
+    """Seconds, summed over domains, that later batches' prompts were held back: a batch or more of samples awaited scores."""
     early: int = 0
     exhausted: bool = False
 

@@ -1,4 +1,4 @@
-"""Simulated prompts, response lengths and scores. They depend only on a hash of the sample's id: all scenarios have the same."""
+"""Simulated prompts, response lengths and scores. They depend only on a hash of the sample's id, so all scenarios share them."""
 
 from __future__ import annotations
 

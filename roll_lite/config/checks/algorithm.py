@@ -65,7 +65,7 @@ def _turn_rewards(config: RunConfig) -> Mistakes:
 
 
 def _full_kl(config: RunConfig) -> Mistakes:
-    """Check that the object store has room for the log-probs of the whole vocabulary per token that KL estimator `full` needs."""
+    """Check that the object store has room for what KL estimator `full` needs: each token's log-probs of the whole vocabulary."""
     full = [name for name, term in kl_terms(config).items() if term.estimator == "full"]
     shape = known_shape(config.model.path)
     if not full or shape is None:

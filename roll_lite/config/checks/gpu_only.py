@@ -76,7 +76,7 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Number of processes (or CPU cores, if more) up to which a float32 run without GPUs gets no warning of its size."""
+"""Float32 runs without GPUs get a size warning only if they have more processes than this and than CPU cores."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:

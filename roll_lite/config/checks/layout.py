@@ -203,7 +203,7 @@ def _verified_weights(config: RunConfig) -> Mistakes:
 
 
 def unreadable_weights(config: RunConfig) -> tuple[str, str] | None:
-    """Return (pattern of the names of tensors that cannot be compared with the engines', reason); None if all can."""
+    """Return (pattern of the names of tensors whose copies in engines cannot be compared, reason); None if all can."""
     strategy, shape = config.actor_infer.strategy, known_shape(config.model.path)
     if strategy.quantization == "fp8" and adapters_of_engines(config) is None:
         return r"_proj\.|\.gate\.", "matrices of layers: an engine in fp8 does not hold them bit for bit"

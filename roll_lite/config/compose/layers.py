@@ -42,8 +42,8 @@ class Composition:
     replaced_files: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append a YAML file and the files in its `defaults` to `layers`, in the order of `defaults`, where `_self_` stands for the file;
-        without `_self_`, it comes last. `stack`: files that include this one, to detect cycles."""
+        """Append a YAML file and the files in its `defaults` to `layers`, in the order of `defaults`. `_self_` there stands for the file,
+        which otherwise comes last. `stack`: files that include this one, to detect cycles."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)

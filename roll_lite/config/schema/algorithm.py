@@ -75,8 +75,8 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples in mean and standard deviation. batch: those of the step, if they train. group: all of the prompt. running: all so far, if
-    they train."""
+    """Samples that give mean and standard deviation. batch: the step's training samples. group: all samples of the prompt. running: all
+    training samples so far."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True

@@ -349,8 +349,8 @@ class RolloutConfig(Section):
     """Action if engine and trainer log-probs differ too much (max_mismatch). end: end the run. pause: wait until you delete the run's
     paused.txt."""
     max_mismatch: PositiveFloat | Literal["auto"] | None = "auto"
-    """Maximum mean difference, in nats, between engine and trainer log-probs of the same tokens. More, or a jump, means that they hold
-    different models. auto: 0.01 if both compute in float32, else 0.2 (usual in bfloat16: 0.01 to 0.05). null: no check."""
+    """Maximum mean difference, in nats, between engine and trainer log-probs of the same tokens. More, or a jump, means that their
+    models differ. auto: 0.01 if both compute in float32, else 0.2 (usual in bfloat16: 0.01 to 0.05). null: no check."""
 
     @rule
     def _ahead(self) -> Mistakes:

@@ -287,9 +287,9 @@ class TrainRoleConfig(ForwardRoleConfig):
     compare_replicas_every: NonNegativeInt = 10
     """Steps between checksum comparisons of data-parallel replicas; a difference ends the run. 0: never."""
     train_micro_batch_tokens: PositiveInt | None = None
-    """micro_batch_tokens in training; null: the same."""
+    """micro_batch_tokens override for training; null: none."""
     train_micro_batch_size: PositiveInt | None = None
-    """micro_batch_size in training; null: the same."""
+    """micro_batch_size override for training; null: none."""
 
     @property
     def in_training(self) -> tuple[int, int | None]:
@@ -374,10 +374,10 @@ class InferRoleConfig(Section):
     offload: bool = False
     """Free the engines' device memory while the actor trains."""
     restarts: NonNegativeInt = 3
-    """Maximum restarts of a lost engine per hour; then the run continues without it, or ends if none is left. 0 also turns off handing over
-    the requests of drained nodes in advance."""
+    """Maximum restarts of a lost engine per hour; then the run continues without it, or ends if none is left. 0 also turns off moving
+    drained nodes' requests to other engines early."""
     most_replicas: PositiveInt | None = None
-    """Maximum engine replicas. Those beyond `devices` start as nodes with free devices join, and end when their node leaves."""
+    """Maximum engine replicas. Replicas beyond `devices` start when nodes with free devices join, and end when their node leaves."""
     threads: PositiveInt = 1
     """CPU threads per engine."""
 

@@ -48,7 +48,7 @@ class RayConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Assignment of devices to roles. A role without `devices` gets as many as others on the same devices. Roles on the same devices
+    """Assignment of devices to roles. A role without `devices` gets as many as roles that share them. Roles on the same devices
     take turns (`offload: true`), except under by_role; judges never share. `placement: colocated` is short for `{name: colocated}`."""
 
     name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
@@ -186,7 +186,7 @@ class LimitsConfig(Section):
     rollout service restart (`restarts`), else the run ends. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
-    """Start of models and engines. For an engine that restarts, it begins when all its nodes are there. The start of Ray has its own
+    """Start of models and engines. For a restarting engine, time counts once all its nodes are there. The start of Ray has its own
     limit, ray.start_timeout_s."""
     sync_weights: TimeLimit = 3600.0
     """Weight update of all engines. A single wait in it is limited by weight_sync.timeout_s."""

@@ -71,7 +71,7 @@ def current_device() -> torch.device:
 
 
 ValueInit = Literal["actor", "reward_model", "path"]
-"""Source of a value model's weights: the actor's with a zero value head, or a checkpoint with a value head."""
+"""Source of a value model's weights. "actor": the actor, with a zero value head; else: a checkpoint with value head."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class TrainResult:
 
 
 class ForwardStrategy(ABC):
-    """Model for forward passes, sharded over a cluster's ranks. All must call its methods in the same order."""
+    """Model for forward passes, sharded over a cluster's ranks. All ranks must call methods in the same order."""
 
     needs_process_group: ClassVar[bool] = True
     pads_rows: ClassVar[bool] = False
@@ -146,15 +146,15 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
-        """Divide this rank's rows into micro-batches. `lengths`: tokens per row. `together`: all data-parallel ranks call this and get
-        equally many."""
+        """Divide this rank's rows into micro-batches. `lengths`: tokens per row. `together`: all data-parallel ranks call this, for
+        equal micro-batch counts."""
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
         """Run a forward pass without gradients.
 
-        Head ranks return the columns `outputs`, others None: log_probs, entropy, distribution (language model); values, final_value (value
-        model); experts (chosen ids). Batch columns, also in train_step: `temperature` divides a language model's logits. Optional:
+        Head ranks return columns `outputs`; others, None. Columns: log_probs, entropy, distribution (language model); values, final_value
+        (value model); experts (chosen ids). Batch columns, also in train_step: `temperature` divides a language model's logits. Optional:
         `kept_ids` restricts the softmax; `old_experts` or `rollout_experts` are replayed.
         """
 
@@ -302,7 +302,7 @@ class RequestProgress:
     generated: int
     """Tokens so far; may lag slightly."""
     part: Completion | None = None
-    """New tokens since the last report, except the newest: it may end the response, and a retry must not continue after that."""
+    """New tokens since the last report, except the newest: it may end the response, after which a retry must not continue."""
 
 
 Report = Callable[[RequestProgress], None]
@@ -347,7 +347,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def finish_weight_update(self, version: int) -> dict[str, float]:
-        """Activate the new weights and clear prefix caches. Return the slowest worker's seconds by phase."""
+        """Activate the new weights and clear prefix caches. Return {phase: seconds of its slowest worker}."""
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> dict[str, float]:
         """Receive a whole weight update while trainers run `WeightSender.send`. After a TransferError, the engine keeps its old weights or,
@@ -368,7 +368,7 @@ class InferenceStrategy(ABC):
         return []
 
     async def take_memory(self) -> PhaseMemory:
-        """Return the workers' GPU memory by phase since the last call: the largest of the workers."""
+        """Return peak GPU memory by phase since the last call, maximum over workers."""
         return {}
 
     @abstractmethod

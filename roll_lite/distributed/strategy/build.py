@@ -61,8 +61,8 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Return the settings of one of `sharers` engines sharing a GPU equally. `place`: engines that start before it. vLLM's memory setting
-    is a fraction of all GPU memory, SGLang's of the free memory."""
+    """Return the settings of one of `sharers` engines sharing a GPU equally. `place`: number of engines started earlier. vLLM's memory
+    setting is a fraction of all GPU memory, SGLang's of the free memory."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})

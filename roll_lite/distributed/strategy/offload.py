@@ -44,7 +44,7 @@ class StateMover:
         self._arriving: dict[StateGroup, Any] = {}
 
     def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
-        """Offload groups. Gradients, and state with a valid copy, are not copied."""
+        """Offload groups. Gradients, and state with a current copy, are not copied."""
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
         self._stream.wait_stream(self._device.current_stream())

@@ -13,7 +13,7 @@ Extract = Literal["auto", "fenced", "whole"]
 
 
 class Language(Section):
-    """Commands of a language. `run` runs the source, saved as `file`, or what `compile` writes to file descriptor 3, as `artifact`."""
+    """Commands of a language. `run` runs the source, in file `file`, or `compile`'s output to file descriptor 3, in file `artifact`."""
 
     file: str
     run: Annotated[list[str], Field(min_length=1)]

@@ -106,8 +106,8 @@ def _is_constant(node: ast.AST) -> bool:
 
 
 def asserts_of(sources: Sequence[str], entry_point: str | None = None) -> list[Asserts]:
-    """Find the names of the program that each test uses; ValueError if it uses none. A builtin such as `abs` counts only if it is the entry
-    point or, in tests without other unknown names, if all their asserts call it."""
+    """Find the names of the program that each test uses; ValueError if it uses none. A builtin such as `abs` counts only as entry
+    point, or if the tests use no other unknown names and all asserts call it."""
     tests = [_Test(source) for source in sources]
     named = _Test(entry_point).used if entry_point else set[str]()
     unnamed = [test.tree for test in tests if not test.own | named]

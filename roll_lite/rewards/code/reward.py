@@ -83,7 +83,7 @@ class CodeReward(RewardType):
     wall_s: PositiveFloat | None = None
     """Wall-clock time limit of one test; default: three times `test_s`."""
     total_s: PositiveFloat = 8.0
-    """CPU time limit of compiling a sample and all its tests. The wall-clock limit is three times as long, and must be less than the
+    """CPU time limit of compiling and testing one sample. The wall-clock limit is three times as long, and must be less than the
     reward's `timeout_s`."""
     memory_mb: PositiveInt = 512
     """Memory limit of a program."""

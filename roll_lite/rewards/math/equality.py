@@ -115,8 +115,8 @@ def same_number(gold: Quantity, found: Quantity) -> bool | None:
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
-    """Return a numeral with a base (1001_2, 0x2A) in lower case without leading zeros, the shares of a ratio's parts (2/5 and 3/5 for 2:3),
-    else ()."""
+    """Return a numeral with a base (1001_2, 0x2A) in lower case without leading zeros; or a ratio's parts' shares (2/5 and 3/5 for 2:3); or
+    ()."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
         return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)

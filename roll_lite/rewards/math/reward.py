@@ -173,8 +173,8 @@ def _verdict(gold: Reference, answer: str) -> str:
 
 
 def _is_about(name: str, before: list[str]) -> bool:
-    """Return False if the answer is an equation about another term than `name`, such as x^2 if x is asked for. `before`: its sides without
-    the last."""
+    """Return False if the answer is an equation about another term than `name`, such as x^2 if x is asked for. `before`: all
+    sides but the last."""
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""
     if first in ("", name):

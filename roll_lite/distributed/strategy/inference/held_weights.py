@@ -35,7 +35,7 @@ class Layers:
     gather: Gather
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """Join a sharded tensor (collective). `copies`: workers with each shard; RuntimeError if they differ."""
+        """Join a tensor's shards (collective). `copies`: workers per shard; RuntimeError if their shards differ."""
         if self.workers == 1:
             return part
         parts = self.gather(part.contiguous(), dim).chunk(self.workers, dim)

@@ -73,7 +73,7 @@ class EngineMake(EnginePart, Protocol):
         """Use new weights: drop the KV cache, and label new tokens with this version."""
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload parts of a paused engine without requests. `cache_stays`: the KV cache stays on the device."""
+        """Offload parts of a paused, idle engine. `cache_stays`: KV memory stays allocated; contents may be lost."""
 
     async def load(self, parts: Collection[EngineMemory]) -> None:
         """Load offloaded parts."""

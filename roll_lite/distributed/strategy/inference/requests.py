@@ -13,7 +13,7 @@ from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
 STOP_OVERLAP = "roll_lite_stop_overlap"
-"""Request argument: tokens at the end of a resumed request's prompt in which a stop string may begin."""
+"""Request argument: number of tokens at a resumed prompt's end in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
 """Tokens added to the stop overlap: special tokens and parts of characters have no text."""

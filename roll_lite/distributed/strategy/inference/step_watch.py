@@ -19,7 +19,7 @@ AUTO_CPU_S = 300.0
 ASK_S = 1.0
 LISTEN_S = 0.25
 LATE = 0.5
-"""Fraction of the limit after which running compilers are looked for; their time does not count."""
+"""Fraction of the limit after which to look for running compilers; compile time does not count."""
 SLOWER = 4.0
 """Minimum ratio of the limit to the longest step so far."""
 FIRST_STEPS = 40.0
@@ -49,7 +49,7 @@ class StepWatch(Heartbeat):
 
     @contextmanager
     def in_flight(self, kernels: Hashable) -> Iterator[None]:
-        """Count a request. `kernels`: what selects the kernels of its sampling."""
+        """Count the block's request. `kernels`: settings that select its sampling kernels."""
         self._in_flight[kernels] += 1
         try:
             yield

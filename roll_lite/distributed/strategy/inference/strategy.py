@@ -222,7 +222,7 @@ class EngineStrategy(InferenceStrategy):
             return self._memory.take()
 
     async def _measure(self, phase: str) -> None:
-        """End a phase whose memory the workers measure. While memory is offloaded, torch still counts it: what all processes use tells."""
+        """End a phase whose memory the workers measure. While memory is offloaded, record only the device's use: torch still counts it."""
         if self.make.cuda:
             for peaks in await self._call_workers("roll_lite_memory"):
                 self._memory.add(phase, {"device": peaks["device"]} if self.life.away else peaks)
@@ -296,7 +296,7 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Return checksums in the dtype of the last update: they equal the sender's."""
+        """Return checksums of weights in the last update's dtypes, equal to the sender's."""
         async with self._turn(EngineEvent.READ_WEIGHTS):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)

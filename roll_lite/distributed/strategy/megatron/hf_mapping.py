@@ -46,8 +46,8 @@ class Entry:
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Return the parameter's name in Megatron's model. `layer`, `expert`: local numbers. `among`: the model's names: `megatron` or
-        `fused`."""
+        """Return the parameter's name in Megatron's model: `megatron` or `fused`. `layer`, `expert`: local numbers. `among`: the model's
+        names."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"

@@ -35,7 +35,7 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 
 
 def has_fused_kernels() -> bool:
-    """True if fused GPU kernels are available. Memory plans for GPUs replace this function elsewhere."""
+    """True if fused GPU kernels are available. Memory plans for GPUs make this True anywhere."""
     return torch.cuda.is_available()
 
 
@@ -139,7 +139,7 @@ STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linea
 class LayerParts:
     norm: Any
     normed_column: Any
-    """Column-parallel linear layer; with `fused`, after the norm of its input."""
+    """Column-parallel linear layer; with `fused`, including its input's norm."""
     row: Any
     experts: Any
     fused: bool

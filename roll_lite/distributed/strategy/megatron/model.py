@@ -24,7 +24,7 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig, RopeConfig
 
 ROTARY_STEP = 256
-"""Divisor of rotary embedding lengths, so that Megatron caches few."""
+"""Divisor of rotary embedding lengths: Megatron caches each distinct length."""
 
 
 COMPILED_VARIANTS = 64

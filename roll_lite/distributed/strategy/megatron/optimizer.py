@@ -19,7 +19,7 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
 FUSED_ON = ("cuda",)
-"""Device types with a fused torch AdamW kernel. Elsewhere its temporary tensors take 4 bytes per weight."""
+"""Device types with a fused torch AdamW kernel. Elsewhere AdamW's temporary tensors take 4 bytes per weight."""
 STRETCH = 4096
 """Squares that a CPU sums in float32 before adding the sum in float64."""
 

@@ -14,7 +14,7 @@ class PackedRows:
     """Layout of this rank's packed tokens; replaces Megatron's PackedSeqParams."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """Run-length encoded pieces: (adjacent equal pieces, tokens per piece, tokens that its last token attends to). A piece is a row or,
+    """Run-length encoding: (number of adjacent equal pieces, tokens per piece, tokens seen by each piece's last). A piece is a row or,
     with context parallelism, this rank's part of one."""
     places: torch.Tensor
     """[tokens] int64: position in the row."""

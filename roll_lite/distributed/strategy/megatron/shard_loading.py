@@ -78,7 +78,7 @@ class ShardReader:
         return tensors
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
-        """Allocate the rows of stored tensor `key` with entries `start` to `end` of `piece`, this rank's flattened shard. Return
+        """Allocate the rows of stored tensor `key` holding entries `start` to `end` of `piece`, this rank's flattened shard. Return
         (ShardedTensor of the rows, view of the entries). Vocabulary padding stays 0."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)

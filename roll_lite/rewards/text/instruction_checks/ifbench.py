@@ -248,7 +248,7 @@ def mcq_count_length(response: str) -> bool:
 
 
 def reverse_newline(response: str) -> bool:
-    """Check the last lines, from the first with Zimbabwe on: there are at least 52, in strictly descending alphabetical order."""
+    """Check the lines from the first with "Zimbabwe" to the end: at least 52, in strictly descending alphabetical order."""
     lines = [name for line in response.split("\n") if (name := line.strip(OUTER_MARKS))]
     first = next((place for place, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return neighbours([plain(line).casefold() for line in lines[first:]], gt, FEWEST_COUNTRIES)

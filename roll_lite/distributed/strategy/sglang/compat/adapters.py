@@ -29,7 +29,7 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def _padded(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """Pad an adapter tensor with zeros like SGLang's weights: on a CPU, it pads dimensions that workers cannot share evenly."""
+    """Pad an adapter tensor with zeros like SGLang's weights: on a CPU, SGLang pads dimensions that workers cannot share evenly."""
     *_, target, matrix, _ = name.split(".")
     head = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 _CONTEXT = 8
-"""Prompt tokens decoded with the response's first: a token's text may depend on earlier ones."""
+"""Prompt tokens detokenized with the response's start: a token's text may depend on earlier ones."""
 _INCOMPLETE = "\ufffd"
 
 

@@ -74,7 +74,7 @@ def completion(
     alternatives: int | None = None,
     experts: ExpertsConfig | None = None,
 ) -> Completion:
-    """Convert vLLM's final output. `version`: weight version if it has none. `alternatives`: log-probs requested per token, for kept_ids.
+    """Convert vLLM's final output. `version`: weight version if `output` lacks one. `alternatives`: log-probs per token, for kept_ids.
     `experts`: None omits expert choices."""
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:

@@ -139,7 +139,7 @@ class WorkerExtension:
 
 
 def _experts_of_this_worker_alone() -> None:
-    """Make vLLM's CPU kernel map global to local expert ids; it would read out of bounds."""
+    """Give vLLM's CPU kernel local expert ids: with global ids, it would read out of bounds."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
