@@ -187,7 +187,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def elsewhere(path: Path) -> str:
-    """Return a hint for a missing path: relative paths count from the current folder. A parent folder that has the path is named."""
+    """Return a hint for a missing path: relative paths count from the current folder. The hint names a parent folder that has it."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""
@@ -262,7 +262,7 @@ def upload(source: Path, target: Any) -> None:
 
 
 def download(source: Any, target: Path) -> None:
-    """Download a file. An existing one is replaced after a complete download."""
+    """Download a file. An existing file is replaced after a complete download."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
     source.fs.get_file(source.path, str(part))

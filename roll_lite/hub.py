@@ -25,7 +25,7 @@ SCHEME = "hf:/"
 MODEL_FILES = (".json", ".txt", ".model", ".jinja")
 WEIGHTS = "model*.safetensors"
 DATA_FILES = (".parquet", ".jsonl", ".csv", ".json")
-"""Suffixes of data files, preferred first: only files with a data set's first such suffix are read."""
+"""Suffixes of data files, preferred first. Only files with the most preferred suffix present are read."""
 NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json")
 PROGRESS_S = 10.0
 SPLITS = {

@@ -69,7 +69,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """Error: all members of a Fleet are dead. `place`: number of the last to die."""
+    """Error: all members of a Fleet are dead. `place`: number of the last dead member."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)

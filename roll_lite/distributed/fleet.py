@@ -18,7 +18,7 @@ SILENCE_SECONDS = 10.0
 
 
 class Member(Protocol):
-    """Process, or group of them, that a `Fleet` starts, watches and restarts."""
+    """Process, or group of processes, that a `Fleet` starts, watches and restarts."""
 
     name: str
 

@@ -45,7 +45,8 @@ class AwakeClock:
 
 
 class Silence:
-    """Measures a process's silence. Each `look` adds the time since the last one, at most `most_s`: pauses of the observer hardly count."""
+    """Measures a process's silence. Each `look` adds the time since the last look, at most `most_s`: pauses of the observer hardly
+    count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0

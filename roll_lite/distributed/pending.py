@@ -230,7 +230,7 @@ def _fail(group: RankGroup, rank: int, phase: str, error: BaseException, note: s
 
 
 def located(failure: RankFailed) -> RankFailed:
-    """Let a failure name its rank's node; return it."""
+    """Return a failure after setting `where`, its rank's node."""
     failure.where = WATCH.where(failure.role, failure.rank)
     return failure
 
@@ -337,7 +337,7 @@ def _stack_traces(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, S
 
 
 def _dumped(place: Place | None, log: Path | None) -> str:
-    """Return the stacks that a process here writes on SIGUSR1, even if it never releases the GIL."""
+    """Return the stacks that a local process writes on SIGUSR1, even if it never releases the GIL."""
     process = None if place is None else place.process
     if process is None or is_stopped(process) or log is None or not log.exists():
         return ""

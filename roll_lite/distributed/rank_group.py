@@ -31,7 +31,7 @@ class Pulse:
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Start a heartbeat call if due, or look for an answer. Return the seconds for which it is missing, else 0."""
+        """Start a heartbeat call if due, or check for its answer. Return the seconds that the answer is missing, else 0."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -110,7 +110,7 @@ class RankGroup:
         self._lost.setdefault(rank, failure_text(error, self.log_file(rank)))
 
     def give_up(self, rank: int, cause: str) -> None:
-        """Kill a rank that hangs or is stopped; the others live on, and it will be replaced."""
+        """Kill a rank that hangs or is stopped; other ranks live on, and it will be replaced."""
         kill_actors([self.actors[rank]], [self.pulses[rank].place])
         self._lost.setdefault(rank, cause)
 

@@ -152,7 +152,7 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Return the address of the cluster recorded by `ray start`, else of the only one on this machine. Private clusters of runs do not
+    """Return the address of the cluster recorded by `ray start`, else of the only cluster on this machine. Private clusters of runs do not
     count."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
@@ -285,8 +285,8 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield (private folder, mark) of the session while a guard process watches the driver. The mark is an id in its processes'
-    environment. On a cluster started elsewhere, the guard only records the driver's death."""
+    """Yield the session's (private folder, mark) while a guard process watches the driver. The mark is an id in the environment of session
+    processes. On an existing cluster, the guard only records the driver's death."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)

@@ -24,8 +24,8 @@ FOLDER_SECONDS = 1.0
 
 
 def keep_exit_codes() -> None:
-    """Restore the default handling of SIGCHLD (adopted orphans stay zombies). Ray 2.60 with its subreaper ignores SIGCHLD: subprocess would
-    report exit code 0 for every child."""
+    """Restore default handling of SIGCHLD, although adopted orphans stay zombies. Ray 2.60 with its subreaper ignores SIGCHLD: subprocess
+    would report exit code 0 for every child."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
@@ -128,7 +128,7 @@ def record_death(summary: Path) -> None:
 
 
 def second_guard() -> tuple[int, bool]:
-    """Fork a second guard. Both return (pidfd of the other, whether this is the new one)."""
+    """Fork a second guard. Both return (pidfd of the other, whether this is the new guard)."""
     first = os.pidfd_open(os.getpid())
     child = os.fork()
     if child == 0:

@@ -1,6 +1,6 @@
 """Watchdog of the driver: time limits of phases, and a thread that watches the main thread.
 
-In waits of pending.py, the main thread notices a passed limit or a lost Ray session. While it is stuck in a call into Ray, the thread
+In pending.py's waits, the main thread notices a passed limit or a lost Ray session. If it is stuck in a call into Ray, the watchdog thread
 records the run's end and kills the process.
 """
 
@@ -73,7 +73,7 @@ class Watchdog:
     # ------------------------------------------------------------ limits
 
     def time(self) -> float:
-        """Return the monotonic time without that in which this process was stopped, if the `patrol` runs."""
+        """Return the monotonic time, without stops of this process while the `patrol` runs."""
         return self._clock.time()
 
     @contextmanager

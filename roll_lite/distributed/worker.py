@@ -171,7 +171,7 @@ def use_interface_of(host: str) -> None:
 
 
 def freeze_heap() -> None:
-    """Exclude existing objects from garbage collection: with an engine loaded, a full one takes 0.25 s."""
+    """Exclude existing objects from garbage collection: with an engine loaded, a full collection takes 0.25 s."""
     gc.collect()
     gc.freeze()
 
@@ -194,7 +194,7 @@ def redirect_output() -> None:
 
 
 def begun_collectives() -> tuple[dict[str, int], list[str]]:
-    """Return ({process group: number of the last collective begun}, descriptions of unfinished ones). Stack traces do not show GPU
+    """Return ({process group: number of the last collective begun}, descriptions of unfinished collectives). Stack traces do not show GPU
     collectives, which are launched early without blocking."""
     begun, unfinished = dict[str, int](), list[str]()
     with suppress(Exception):  # another torch may have another format, and the stacks matter more
@@ -216,7 +216,7 @@ def _recorded_collectives() -> Iterator[dict[str, Any]]:
 
 
 def other_stacks() -> str:
-    """Return stacks of this process's other threads, without Ray's and idle ones."""
+    """Return stacks of this process's other threads, without Ray's and idle threads."""
     texts = []
     for thread, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)

@@ -131,8 +131,8 @@ def ask_torch() -> tuple[str, list[Memory], list[str]]:
 
 
 def judge_gpus(versions: str, gpus: list[Memory], blind: list[str], topology: str) -> Iterator[Diagnosis]:
-    """Report GPUs, free memory and links. `versions`: of torch and driver; `blind`: pairs without peer access; `topology`: of `nvidia-smi
-    topo -m`."""
+    """Report GPUs, free memory and links. `versions`: torch and driver; `blind`: pairs without peer access; `topology`: output of
+    `nvidia-smi topo -m`."""
     used = [f"GPU {n} has {free / GIB:.0f} GiB free" for n, (_, free, total) in enumerate(gpus) if free < LEAST_FREE * total]
     remedy = f"{', '.join(used)}: end the processes that nvidia-smi lists, or leave these out by CUDA_VISIBLE_DEVICES" if used else ""
     yield Diagnosis("gpus", f"{len(gpus)} x {' and '.join(sorted({name for name, *_ in gpus}))}, {versions}", remedy, "warning")

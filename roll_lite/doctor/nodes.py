@@ -27,7 +27,7 @@ BYTES, REPEATS = 32 << 20, 4
 """Size of a measured message, and number of tries; the fastest counts."""
 CALL_SECONDS = 120.0
 SLOW = 4.0
-"""Factor by which the median pair of nodes is faster than a slow one."""
+"""Factor by which the median pair of nodes is faster than a slow pair."""
 COLUMNS = ("gpus", "shared memory", "open files", "sandbox")
 LINK = "look at this link: its interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), cable and switch port"
 

@@ -117,8 +117,8 @@ class RunConsole:
             self._console.take_back()
 
     def progress(self, label: str, domains: Mapping[str, tuple[int, int, int]]) -> None:
-        """Show the progress of a batch or validation: on a terminal in a temporary line, else a line every 10 s. `domains`: {domain:
-        (generated, scored, wanted)}."""
+        """Show the progress of a batch or validation: on terminals in a temporary line, else a line every 10 s. `domains`: {domain:
+        (generated, scored, wanted samples)}."""
         parts = [f"{name} {generated}/{wanted} ({scored} scored)" for name, (generated, scored, wanted) in domains.items()]
         line = f"{label}: {', '.join(parts)}"
         if self._console.is_terminal:
@@ -201,7 +201,7 @@ class RunConsole:
         self.message(f"± one standard error, by prompt; {_thousands(overall['tokens_per_second'])} tokens/s")
 
     def closing_line(self, steps: int | None, resumed_after: int, seconds: float, folder: Path) -> None:
-        """Show number of steps (`steps`; None after an evaluation), time and folder. `resumed_after`: step after which the run was resumed,
+        """Show steps, time and folder. `steps`: last step; None after an evaluation. `resumed_after`: step after which the run was resumed,
         or 0."""
         done = f"steps {resumed_after + 1} to {steps}" if resumed_after else f"{steps} step{'' if steps == 1 else 's'}"
         minutes, rest = divmod(round(seconds), 60)

@@ -23,7 +23,7 @@ def take_peaks() -> dict[str, int]:
 
 
 class MemoryPeaks:
-    """The largest of a phase's runs, and of the processes that report."""
+    """Memory peaks by phase, the largest over runs and reporting processes."""
 
     def __init__(self) -> None:
         self._largest: PhaseMemory = {}

@@ -12,7 +12,7 @@ Metrics = Mapping[str, float]
 IN_A_ROW = 3
 """Consecutive steps that must show a problem before it is reported."""
 GROUPS = 12
-"""Minimum sample groups in these steps to report a problem of a single domain. In fewer groups, equal scores may be chance."""
+"""Minimum sample groups, over a problem's consecutive steps, to report a single domain. In fewer groups, equal scores may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Fraction of the first step's entropy below which the entropy counts as collapsed."""

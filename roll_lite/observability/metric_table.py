@@ -26,8 +26,8 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "role/phase", "transport"] | None = None
     denominators: tuple[str, ...] = ()
-    """Metrics that give the number of a mean's items, if a loss function reports a sum; the first one reported is used. Empty: one item
-    per update."""
+    """Metrics that count the items of a mean whose sum a loss function reports; the first one reported is used. Empty: one item per
+    update."""
     shown: bool = True
     """False for metrics that are only inputs of derived metrics."""
 

@@ -27,7 +27,7 @@ ALL_DOMAINS = ""
 
 @dataclass
 class MetricSums:
-    """Accumulated metrics: (sum, count) for means; others ignore the count. Picklable."""
+    """Accumulated metrics: (sum, count) for means; other reductions ignore count. Picklable."""
 
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
@@ -35,7 +35,7 @@ class MetricSums:
         """Add a value; for a mean, the sum over `count` items.
 
         `label`: the value's domain, phase or role (see `Metric.by`), or ALL_DOMAINS. `part`: reward term or subset of the domain's samples
-        that has this value: the whole domain's needs another call.
+        with this value; the whole domain's value needs another call.
         """
         metric = metric_of(name)
         if label == ALL_DOMAINS and metric.by == "domain":

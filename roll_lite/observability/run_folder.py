@@ -86,8 +86,8 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True, validation: bool = False) -> None:
-    """Remove what a run resumed after `step` writes again: later steps and, with `validation`, that of `step`. `files`: JSON-lines files to
-    cut. `folders`: also remove files and folders of these steps."""
+    """Remove what a run resumed after `step` writes again: later steps and, with `validation`, the validation of `step`. `files`:
+    JSON-lines files to cut. `folders`: also remove these steps' files and folders."""
     for name in files:
         if not (folder / name).exists():
             continue

@@ -53,7 +53,7 @@ class StepTimes:
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Maker of a context manager around a phase, such as a time limit, from its name."""
+        """Returns a phase's context manager, such as a time limit, from the phase's name."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None

@@ -189,7 +189,8 @@ class Trackers(Tracker):
         self._trackers.clear()
 
     def _each(self, call: Callable[[Tracker], None], extra: str = "") -> None:
-        """Call `call` for each tracker. A failing one is dropped or, with `extra` (an optional kind of data), gets no more of this kind."""
+        """Call `call` for each tracker. A failing tracker is dropped or, with `extra` (an optional kind of data), gets no more of this
+        kind."""
         for tracker in list(self._trackers):
             if (tracker, extra) in self._without:
                 continue
@@ -215,7 +216,7 @@ class Trackers(Tracker):
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""Maximum parameters per MLflow call; ten times as many metrics are allowed."""
+"""Maximum parameters per MLflow call; for metrics, ten times this number."""
 MLFLOW_LONGEST = 500
 OTEL_QUEUE = 1 << 16
 """Maximum spans that wait to be sent; further ones are dropped."""

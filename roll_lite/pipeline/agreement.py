@@ -32,25 +32,26 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 BOUND = {"float32": 0.01, "bfloat16": 0.2}
 """Maximum mean log-prob difference in nats for `rollout.max_mismatch: auto`, by the lower precision of engine and trainer."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
-"""Mean log-prob differences in nats, by precision, that count as rounding: limits by earlier steps or other engines are never lower."""
+"""Mean log-prob difference in nats, by precision, that counts as rounding: limits from earlier steps or other engines are never lower."""
 DRIFT = 0.1
-"""Nats that each later weight update may add to `rollout.max_mismatch` for samples of older weights. Usual are 0.006 to 0.03, and 0.07
-after Adam's first step."""
+"""Nats that each weight update since a sample's generation may add to `rollout.max_mismatch`. Usual: 0.006 to 0.03; after Adam's first
+step, 0.07."""
 STALE_FLOOR = 0.05
 """FLOOR for samples of older weights, in any precision."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""Limits of an engine's mean log-prob difference: FACTOR (STALE_FACTOR for samples of older weights) times the median of earlier steps and
-the mean of the other engines."""
+"""Limits of an engine's mean log-prob difference: FACTOR (samples of older weights: STALE_FACTOR) times the median of earlier steps, and
+times the other engines' mean."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison: in bfloat16, single tokens differ much."""
 LEAST_STALE_TOKENS = 200
 """LEAST_TOKENS for samples of older weights, in any precision."""
 LASTING_STEPS, SUDDEN = 3, 2.0
-"""Samples of older weights also differ by what the policy has learned since (in a collapsed policy up to seven times the limit, two steps
-in a row). So only LASTING_STEPS steps in a row beyond the limit (more for older weights: one large update shows in several), or SUDDEN
-nats once, end a run."""
+"""Log-probs of older weights' samples also differ because the policy has learned since: after a collapse, up to seven times the limit for
+two steps. They end a run only after LASTING_STEPS steps in a row beyond a limit (more for older weights: one large update shows in
+several), or SUDDEN nats once."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
-"""Earlier steps in the median (FACTOR): at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), of the latest MOST_STEPS."""
+"""Earlier steps whose median FACTOR multiplies: at least LEAST_STEPS (samples of older weights: LEAST_STALE_STEPS), at most the latest
+MOST_STEPS."""
 Age = tuple[int, int]
 """Age of a sample: weight updates since its (oldest, newest) token was generated."""
 CURRENT = (0, 0)
@@ -112,8 +113,8 @@ class Agreement:
         self._accepted = version
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs differ too much. `version`: the trainer's. `found`: for each rank, {sample number: (sum of
-        absolute differences, number of tokens)}."""
+        """Raise EnginesDiffer if log-probs differ too much. `version`: of the trainer's weights. `found`: by rank, {sample number: (sum of
+        absolute differences, tokens)}."""
         if version == self._accepted:
             self._is_first = False
         if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):

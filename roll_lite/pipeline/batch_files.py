@@ -31,7 +31,7 @@ from roll_lite.workers.actor import ActorWorker
 SMALL_STEP_TOKENS = 2**18
 """Maximum tokens of a step that `batches.write: auto` writes: some megabytes on disk."""
 AUTO_STEPS = 500
-"""First steps that `batches.write: auto` writes, to limit disk usage."""
+"""Last step that `batches.write: auto` writes, to limit disk usage."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
 """Columns not written: thousands of numbers per token, which a forward pass recomputes."""
 SUPERVISED = ("sample", "input_ids", "response_mask", "ptx_weight")
@@ -49,7 +49,7 @@ class BatchFiles:
         return self.are_written and step <= self._until
 
     def keep_start(self, models: Models) -> None:
-        """Save the start weights: copies of adapters and small models, path and checksums of large ones."""
+        """Save the start weights: copies of adapters and small models, path and checksums of large models."""
         if not self.are_written:
             return
         start = self._folder / "start"

@@ -111,7 +111,7 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
 
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return QUIET, with the user's values (in `given`) first. HF_HUB_OFFLINE is left out if models must be downloaded (hf://), unless the
+    """Return QUIET, overridden by the user's values (`given`). HF_HUB_OFFLINE is left out if models must be downloaded (hf://), unless the
     user set it."""
     names_hub = "hf://" in config.model_dump_json()
     return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
@@ -123,8 +123,8 @@ def gpu_environment(
     """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
 
     Trainers get SGLang's NCCL settings: members of an NCCL group need equal ones. Trainers and reward models get the driver's allocator
-    settings, by default expandable segments, since changing micro-batches fragment memory, and a limit for cached pinned memory: torch
-    rounds pinned copies up to powers of two and never frees them.
+    settings. Default: expandable segments, since micro-batches of changing size fragment memory, and a limit for cached pinned memory,
+    which torch rounds up to powers of two and never frees.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}

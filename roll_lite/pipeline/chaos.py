@@ -105,13 +105,13 @@ class Chaos:
         on(place.node, strike).remote(place, action, draw.random(), self._config.cut_s if cut else self._config.slow_s)
 
     def _plan_next(self) -> None:
-        """Draw the time of the next fault, with a generator per fault: time and kind do not depend on who is alive."""
+        """Draw the next fault's time, with a random generator per fault: time and kind do not depend on living processes."""
         self._draw = random.Random(f"{self._config.seed} {next(self._numbers)}")
         self._next += self._draw.expovariate(1 / self._config.every_s)
 
 
 def nodes_never_cut() -> set[str]:
-    """Return ids of the driver's and of Ray's head node: losing either ends the run."""
+    """Return ids of nodes whose loss ends the run: the driver's and Ray's head node."""
     heads = {node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]}
     return heads | {ray.get_runtime_context().get_node_id()}
 

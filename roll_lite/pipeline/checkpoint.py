@@ -93,12 +93,12 @@ class Checkpoints:
         self.newest: Path | None = None
         """Newest finished checkpoint, or the one the run resumed from."""
         self.copy_every, self.copied_step = config.checkpoint.in_memory_every, 0
-        """`copy_every`: steps between in-memory copies; 0: none. `copied_step`: step of the newest; 0: none."""
+        """`copy_every`: steps between in-memory copies; 0: none. `copied_step`: newest copy's step; 0: none."""
         self._copy: dict[str, Any] = {}
         self.continues_in_folder = continues_in_folder(config, run_folder)
 
     def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes = b"") -> Path:
-        """Save a checkpoint; return its folder. An asynchronous one is complete after `finish_if_written` or `finish`. `rollouts`,
+        """Save a checkpoint; return its folder. An asynchronous checkpoint is complete after `finish_if_written` or `finish`. `rollouts`,
         `pipeline`: states of rollout service and driver. `unfinished`: file of the samples in flight."""
         self.finish()
         state = {
@@ -160,7 +160,7 @@ class Checkpoints:
                 upload(folder / name, checkpoint / name)
 
     def finish_if_written(self, within_s: float | None = None) -> None:
-        """Complete the checkpoint in progress if all ranks have written it. `within_s`: limit for their answers; None: the cluster's."""
+        """Complete the checkpoint in progress if all ranks have written it. `within_s`: seconds for answers; None: the cluster's limit."""
         running = self._running.models.values() if self._running is not None else ()
         asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
         said = [answers.result(within_s) for answers in asked]
@@ -169,8 +169,8 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Run the block; if it fails, try to complete the checkpoint in progress, after an interruption (Ctrl-C, SIGTERM) only if all ranks
-        have written it."""
+        """Run the block. If it fails, try to complete the checkpoint in progress; if interrupted (Ctrl-C, SIGTERM), only if all ranks have
+        written it."""
         try:
             yield
         except Exception:

@@ -68,8 +68,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Return `folder` if it is a checkpoint; if it is a run, the newest finished checkpoint or, if none, the one the run resumed from.
-    ValueError without any."""
+    """Return `folder` if it is a checkpoint; if it is a run, the newest finished checkpoint or, if none, the checkpoint the run resumed
+    from. ValueError without any."""
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):
             return Resumption(folder, [])

@@ -72,7 +72,7 @@ class Model(Movable, Generic[W]):
         return loaded(self, parts)
 
     def bring_home(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """Move files that ranks wrote in `folder` on other `nodes` (addresses) to the driver's node. `names`: by rank."""
+        """Move files that ranks wrote in `folder` on `nodes` (addresses) to the driver. `names`: file names by rank."""
         if not nodes:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ class Model(Movable, Generic[W]):
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Divide a batch for training: each data parallel rank gets its samples of every mini-batch, and their rows once."""
+        """Divide a batch for training: each data parallel rank gets a share of every mini-batch, but each row once."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -117,7 +117,7 @@ class Engines(Movable):
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Rounds in which engines start: engines on one GPU start in different ones, since each measures free memory."""
+    """Rounds in which engines start: engines on one GPU start in different rounds, since each measures free memory."""
 
     def start_first_ones(self) -> Pending[list[Place]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)

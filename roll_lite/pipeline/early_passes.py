@@ -68,7 +68,6 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int, int]]:
-    """Return each row's (group, index in the group, branch), which unlike the sample number is equal in a part of the batch and in the
-    whole."""
+    """Return each row's (group, index in the group, branch), which identify it in parts and in the whole batch; sample numbers differ."""
     branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True))

@@ -1,4 +1,4 @@
-"""Start engines during the run: replacements of lost ones, and further ones (`actor_infer.most_replicas`)."""
+"""Start engines during the run: replacements of lost engines, and further engines (`actor_infer.most_replicas`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DRAIN_SECONDS = 3.0
 
 @dataclass
 class _Start:
-    """Engine that is starting. `calls`: Ray calls: `until_placed`, `initialize`, comparisons of its nodes that are new to the run."""
+    """Engine that is starting. `calls`: Ray calls of `until_placed`, `initialize` and, for nodes new to the run, `LaterNodes.compare`."""
 
     calls: list[ray.ObjectRef]
     place: Place | None = None
@@ -50,7 +50,7 @@ class JoiningEngines:
 
 
 class EngineRestarts:
-    """Starts replacements of lost engines and, with `joining`, further ones."""
+    """Starts replacements of lost engines and, with `joining`, further engines."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class EngineRestarts:
         follows_drains: bool = False,
         start_s: float | None = None,
     ) -> None:
-        """`restarts`: per engine within BUDGET_SECONDS. `start_s`: time limit of a start; None: unlimited. `follows_drains`: restart
+        """`restarts`: maximum per engine within BUDGET_SECONDS. `start_s`: seconds for a start; None: unlimited. `follows_drains`: restart
         engines of draining nodes elsewhere."""
         self.replicas = engines.replicas
         self._engines = engines

@@ -100,7 +100,7 @@ class Journal:
         self._sums = MetricSums()
         self._first = self._steps = 0
         self._tokens = defaultdict[int, dict[str, int]](lambda: {"prompt": 0, "response": 0, "trained": 0})
-        """{step: tokens up to its end, since the driver started}."""
+        """{step: total tokens by its end, since the driver started}."""
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
@@ -227,8 +227,8 @@ class Journal:
         self.console.message(f"{_engine(number)} leaves, since its node is drained; {engines} engines now")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
-        """Report a lost rank. Its role restarts from step `since`, with `in_memory` from a copy in memory; records after `reached`, the
-        last complete step, are removed. `repeats`: "steps" or "the updates of steps", which are repeated in between."""
+        """Report a lost rank. Its role restarts from step `since` (`in_memory`: from a copy in memory) and repeats "steps" or "the updates
+        of steps" (`repeats`) up to `reached`, the last complete step. Later records are removed."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
@@ -379,8 +379,8 @@ class Journal:
                 lines.write(json.dumps({"step": self._current, **record, "advantage": known}) + "\n")
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record a step's optimizer updates, {role: [data parallel rank][update]}. Sums are equal on all ranks, so the first's count; peaks
-        are merged."""
+        """Record a step's optimizer updates, {role: [data parallel rank][update]}. Sums, equal on all ranks, are taken from the first;
+        peaks are merged."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = MetricSums()

@@ -24,7 +24,7 @@ LEDGER_FILE = "ledger.jsonl"
 
 
 class Ledger:
-    """Appends whole lines; a kill may leave the last incomplete."""
+    """Appends whole lines; only a kill can cut one short."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._config = config

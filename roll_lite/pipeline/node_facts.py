@@ -51,7 +51,7 @@ class NodeFacts:
     unreachable: Mapping[str, str]
     """{address of another node: reason why this node cannot connect to it}."""
     clock_s: float = 0.0
-    """Seconds by which the clock is at least ahead of the driver's (negative: behind); more may be hidden in the answer's delay."""
+    """Minimum seconds by which this clock is ahead of the driver's (negative: behind); the answer's delay may hide more."""
 
 
 class Scout:

@@ -45,14 +45,14 @@ LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
 
 @dataclass(frozen=True)
 class Reader:
-    """Folder that `roles` read, with equal files on all their nodes. `setting`: its YAML path, or "roll_lite"."""
+    """Folder that `roles` read; its files must be equal on their nodes. `setting`: YAML path, or "roll_lite"."""
 
     setting: str
     folder: Path
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Return {file name: fingerprint} of the folder here; of a checkpoint only sizes, since loading verifies checksums."""
+        """Return {file name: fingerprint} on this node; for a checkpoint, sizes only: loading verifies checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -137,7 +137,8 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def users_code(config: RunConfig) -> dict[Path, str]:
-    """Return {module file or package folder: first dotted path to it} of the user's code (not installed) that the configuration imports."""
+    """Return the user's modules (not installed packages) that the configuration names: {module file or package folder: first dotted path to
+    it}."""
     found: dict[Path, str] = {}
     for name in DOTTED_PATH.findall(config.model_dump_json()):
         place = _imported_from(name)
@@ -183,14 +184,14 @@ def require_same(drivers: View, versions: Mapping[str, str], driver: str, role: 
 
 
 class LaterNodes:
-    """Compares nodes that get ranks or engines during the run with the driver's node. `known`: {role: ids of compared nodes}."""
+    """Compares the driver's node with nodes that get ranks or engines during the run. `known`: {role: ids of compared nodes}."""
 
     def __init__(self, config: RunConfig, placement: Placement) -> None:
         self._readers = [one for one in readers(config) if one.setting != RESUME]  # this checkpoint may be deleted later
         self.known = defaultdict(set, placement.nodes_by_role())
 
     def compare(self, role: str, nodes: set[str]) -> list[ray.ObjectRef]:
-        """Start a task per unknown node, which fails with ValueError if package versions, or files that the role reads, differ."""
+        """Start a task per node not yet compared, which fails with ValueError if package versions or the role's files differ."""
         driver = ray.get_runtime_context().get_node_id()
         later = nodes - {driver} - self.known[role]
         if not later:
@@ -200,7 +201,7 @@ class LaterNodes:
         return [ray.remote(require_same).options(num_cpus=0, scheduling_strategy=on_node(node)).remote(*told) for node in later]
 
     def check(self, role: str, places: Iterable[Place]) -> None:
-        """Compare the nodes of a role's ranks with the driver's; ValueError if one differs."""
+        """Compare the nodes of a role's ranks with the driver's; ValueError if nodes differ."""
         nodes = {place.node for place in places}
         try:
             ray.get(self.compare(role, nodes))
@@ -287,7 +288,7 @@ def fingerprint(file: Path) -> str:
 
 @contextmanager
 def logs_come_home(run_folder: Path, session: RaySession) -> Iterator[None]:
-    """Copy logs of nodes that do not share the run folder to the driver's, after the block. File names get the node's address."""
+    """Copy logs into the run folder from nodes that do not share it, after the block. File names get the node's address."""
 
     def read(probe: Path) -> dict[str, bytes]:  # nested, so that Ray pickles it and no node imports this package
         found = {}

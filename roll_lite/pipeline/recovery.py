@@ -1,9 +1,9 @@
 """Recover from the loss of a training rank, of the rollout service or of a judge.
 
 If a rank of a trained model is lost, all trained models load the newest checkpoint or in-memory copy, and repeat later updates on batches
-kept by the driver. If the rollout service is lost, it restarts in its state after the last step, but the kept batches' tokens are lost with
-it. It also restarts if a rank finds tokens lost, with an engine's node. If updates must be repeated too, the run goes back and repeats
-whole steps, generation included.
+kept by the driver. If the rollout service is lost, it restarts in its state after the last step, without the kept batches' tokens. It also
+restarts if an engine's node is lost with tokens that a rank needs. If lost batches are needed to repeat updates, the run repeats whole
+steps, generation included.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Recovery:
         self._service_start = self.source_state = self._next_source_state = self._source.state_dict()
 
     def batch(self, step: int, take: Callable[[], RolloutBatch]) -> RolloutBatch:
-        """Return a step's batch: the kept one if repeated, else a new one from `take`."""
+        """Return a step's batch: kept if the step is repeated, else new from `take`."""
         if step not in self._batches:
             since = self._checkpoints.newest_step
             self._batches = {kept: batch for kept, batch in self._batches.items() if kept > since}
@@ -193,7 +193,7 @@ class Recovery:
             initialize(models)
 
     def _restart_service(self, pipeline: Recoverable) -> None:
-        """Restart the rollout service from `source_state`; if steps repeat, remove old records."""
+        """Restart the rollout service from `source_state`; remove records of steps that repeat."""
         self._batches.clear()
         with self._journal.timers.phase("start"), WATCH.expecting_answers(None):
             self._source.restart(self.source_state)

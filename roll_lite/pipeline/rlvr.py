@@ -78,9 +78,9 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """KL coefficients of this step, `kl_in_reward` and `kl_in_loss`. The measured KL changes the next step's."""
+        """KL coefficients in this step: `kl_in_reward`, `kl_in_loss`. The measured KL changes the next step's coefficients."""
         self.compare_later: Callable[[], None] | None = None
-        """Comparison of engines and trainer, run at the step's end: its pause must not interrupt an update."""
+        """Comparison of engines and trainer, run after the update: it may pause the run for the user."""
         self.steps_done = 0
         self.version = 0
         """Weight version of the actor: number of steps that changed its weights."""
@@ -369,7 +369,7 @@ class RLVRPipeline:
         self.checkpoints.upload_last(self.models)
 
     def resume(self) -> int | None:
-        """Return the step whose validation was under way at this run's checkpoint, if any."""
+        """Load the checkpoint, if any; return the step whose validation was under way then."""
         state = self.checkpoints.load(self.models, self.source)
         if state is None:
             return None

@@ -105,7 +105,7 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
 
 
 class PhaseLimits:
-    """Time limits of phases: as configured or, for REGULAR, `limits.hang_factor` times the longest so far if less. Recovery itself has
+    """Time limits of phases: as configured or, for REGULAR, `limits.hang_factor` times their longest duration if less. Recovery itself has
     none."""
 
     def __init__(self, limits: LimitsConfig, streams: bool = False) -> None:

@@ -36,12 +36,12 @@ class Shaped:
     batch: Batch
     """Batch with `reward` and `train_weight`, without groups in which no sample trains."""
     rows: DataProto
-    """Rows of all groups, with these columns."""
+    """Rows with `reward` and `train_weight`, all groups."""
     masked: Masked
 
 
 class RewardShaping:
-    """Computes rewards and masks; keeps running moments of the rewards if they normalize."""
+    """Computes rewards and masks; keeps running moments of rewards for their normalization."""
 
     def __init__(self, config: RunConfig) -> None:
         self._algorithm = config.algorithm
@@ -95,7 +95,7 @@ class RewardShaping:
 
 
 def _prompts(rows: DataProto, of: SampleRows | None, longest: torch.Tensor) -> torch.Tensor:
-    """Length of the prompt of each sample's longest row, [rows]. `longest`: tokens after that prompt, [samples]."""
+    """[rows]: prompt length of the longest row in its sample. `longest`: that row's response length, [samples]."""
     prompts = rows.tensor("prompt_length")
     if of is None:
         return prompts

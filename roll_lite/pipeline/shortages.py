@@ -1,4 +1,4 @@
-"""Detect a lack of open files, shared memory or memory, before a run and behind its failure; reserve what recording its end needs."""
+"""Detect shortages of open files, shared memory or memory, before a run and after its failure; reserve resources to record its end."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class BatchSource(ABC):
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
-        """Send the actor's weights to the engines; None if they need none."""
+        """Send the actor's weights to the engines; None if nothing is sent."""
         return None
 
     @abstractmethod
@@ -152,7 +152,7 @@ class LiveRollouts(BatchSource):
         return bool(found)
 
     def restart_judges(self) -> None:
-        """Restart lost judges at their old addresses. Meanwhile, rewards retry their samples."""
+        """Restart lost judges at their old addresses. Rewards retry samples meanwhile."""
         for name, since in list(self._lost_judges.items()):
             self.judges[name].rebuild()
             self.judges[name].all(JudgeWorker.initialize, self._addresses[name])
@@ -326,7 +326,7 @@ class Validations:
         self._journal = journal
         self._running: Pending[HeldOut] | None = None
         self.step: int | None = None
-        """Step of the running or else the last validation."""
+        """Step of the running or last validation."""
 
     @property
     def under_way(self) -> int | None:

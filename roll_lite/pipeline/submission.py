@@ -44,7 +44,7 @@ def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
 
 
 def submit(config: RunConfig, command: Sequence[str], address: str, variables: Sequence[str], name: str | None, follow: bool) -> int:
-    """Submit a run and return an exit code; with `follow`, wait for the run's own. `variables`: names of environment variables to pass
+    """Submit a run. Return an exit code; with `follow`, the run's own at its end. `variables`: names of environment variables to pass
     on."""
     use_token()
     os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray prefers it, and RAY_ADDRESS, to an argument

@@ -30,13 +30,13 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 FULLY_VERIFIED = 3
-"""First updates of an engine that compare all tensors even with `verify: sampled`: most faults show there."""
+"""Number of first updates per engine comparing all tensors even with `verify: sampled`: most faults show there."""
 LOSS_SECONDS = 5.0
 """Seconds to wait after a failed transfer for news of a lost engine."""
 ANSWER_SECONDS = 30.0
 """Seconds after which an engine that does not answer an interrupted transfer counts as hanging."""
 END_SECONDS = 5.0
-"""Seconds for such an engine to report its end; then it is killed, since it may be stopped (SIGSTOP)."""
+"""Seconds for a hanging engine to report its end; then it is killed, as it may be stopped (SIGSTOP)."""
 
 
 class WeightSync:
@@ -75,7 +75,7 @@ class WeightSync:
         self._version: int | None = None
         """Version last sent; None before the first `push` and after the loss of a training rank: the next `push` sends all."""
         self._transfer: list[Pending[Any]] = []
-        """Engines' and trainers' calls in the latest transfer; in flight if another role was lost then."""
+        """Calls of engines and trainers in the latest transfer; unfinished if another role was lost meanwhile."""
 
     @property
     def version(self) -> int:
@@ -119,7 +119,7 @@ class WeightSync:
         self._export = self._rendezvous = self._interrupts = self._plan = self._version = None
 
     def break_off(self) -> None:
-        """Interrupt a transfer in flight: engines end soon, and trainers must save."""
+        """Interrupt a transfer in flight, so that engines and trainers stop waiting."""
         if self._interrupts is not None:
             self._epoch += 1
             interrupt(self._interrupts, self._epoch)

@@ -39,7 +39,7 @@ class Admission:
         self._looked = 0.0
 
     def admit(self) -> None:
-        """Start prompts while there is room; in deterministic runs once no group is running."""
+        """Start prompts while there is room, in deterministic runs only when no group runs."""
         if self._router.gate is not None and any(one.running for one in self._schedulers.values()):
             return
         if self.batches_requested == self.handed_out and self._pacing.supply.max_staleness == 0:
@@ -90,7 +90,7 @@ class Admission:
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the least `batches_requested` of groups fresh enough for the domain's next batch."""
+        """Least `batches_requested` at admission of groups fresh enough for the domain's next batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 

@@ -22,7 +22,7 @@ LEAST_LOSSES = 8
 """Consecutive lost groups (all samples failed) that end the run; or 3 times the domain's groups per batch, if larger."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""Fraction of lost groups that also ends the run, in a window LONG_WINDOW_FACTOR times as long."""
+"""Fraction of lost groups that ends the run, among LONG_WINDOW_FACTOR times the groups that LEAST_LOSSES counts."""
 
 
 class DomainFailed(RuntimeError):
@@ -137,7 +137,7 @@ class DomainScheduler:
 
     @property
     def waiting_for_scores(self) -> float:
-        """Unscored samples minus the reward workers' places; negative if places are free."""
+        """Unscored samples minus the reward workers' capacity; negative if workers have room."""
         return self._runner.scoring - self._domain.rewards.capacity
 
     @property
@@ -249,8 +249,8 @@ class DomainScheduler:
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
         """Return `count` groups for the current batch in order of admission; None if they are not ready.
 
-        A running group admitted before `minimum_admission_batch` would be too old for the next batch: the current one waits for it, because
-        dropping slow groups would favour short responses.
+        A running group admitted before `minimum_admission_batch` would be too old for the next batch: the current batch waits for it,
+        because dropping slow groups would favour short responses.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
@@ -336,7 +336,7 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
-        """Restore the state and queue undelivered groups. Those admitted at `minimum_admission_batch` or later continue from `saved`
+        """Restore the state and queue undelivered groups. Groups admitted at `minimum_admission_batch` or later continue from `saved`
         samples, others from the prompt."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()

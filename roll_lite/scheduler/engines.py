@@ -69,7 +69,7 @@ class Collected:
 
 
 class BatchedEngine(ABC):
-    """Engine client that sends requests and fetches responses in batches. `frozen_admission`: the engine pauses until it has a batch's
+    """Engine client that sends requests and fetches responses in batches. `frozen_admission`: the engine pauses until it has each call's
     requests."""
 
     def __init__(self, name: str, frozen_admission: bool = False) -> None:
@@ -190,6 +190,6 @@ class BatchedEngine(ABC):
 
 
 def leaving(nodes: Mapping[int, Set[str]], draining: Set[str]) -> Sequence[int]:
-    """Return the engines on draining nodes; if all engines are, omit the first. `nodes`: {serving engine's number: its nodes}."""
+    """Return the engines on draining nodes; if all engines drain, omit the first. `nodes`: {serving engine's number: its nodes}."""
     doomed = [engine for engine, own in nodes.items() if own & draining]
     return doomed if len(doomed) < len(nodes) else doomed[1:]

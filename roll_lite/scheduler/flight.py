@@ -230,7 +230,7 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """Report progress. `done`, `grown`: decrease of the load left, and change of the expected length, since `depart`."""
+        """Report progress since `depart`: decrease of the remaining load (`done`), change of the expected length (`grown`)."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown
@@ -238,8 +238,8 @@ class Flight(Asked):
     def _check_timeout(self) -> None:
         """Abort the request if its timeout is up; else check again later.
 
-        Before the request starts, only time in which its engine generates nothing counts; then the request's generation time, on this
-        engine and earlier ones.
+        Before the request starts, only time in which its engine generates nothing counts; then the request's generation time, on this and
+        earlier engines.
         """
         now = self._clock.time()
         if self.begun:

@@ -21,8 +21,8 @@ def group_line(
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """Return the line of an ended group. `row`: (epoch, prompt). `batches_requested`: at its admission. `continues`: dropped group that
-    this one starts again."""
+    """Return the line of an ended group. `row`: (epoch, prompt index). `batches_requested`: at its admission. `continues`: dropped group
+    that this one restarts."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

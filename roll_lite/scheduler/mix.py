@@ -93,7 +93,7 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next planned group whose prompt has not started and whose number is below its domain's limit in `most`: (domain,
+        """Take the next planned group without a started prompt whose number is below its domain's limit in `most`; return (domain,
         number)."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
@@ -118,7 +118,7 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, most: int) -> int:
-        """Return how many batches ahead the domain's next groups are: 1 for the next batch; `most` + 1 if `most` batches have none."""
+        """Return how many batches ahead the domain's next groups are (1: the next batch); `most` + 1 if the next `most` have none."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)

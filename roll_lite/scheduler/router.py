@@ -28,8 +28,8 @@ class Router:
     """Sends each request to the least loaded engine, or to one that has its prefix cached. Deterministic runs choose by request id and
     start requests in waves.
 
-    `engine_slots`: requests that an engine runs at a time. `engine_tokens`: tokens in flight per engine. `timeout_s`: of generation (see
-    flight.py).
+    `engine_slots`: requests that an engine runs at once. `engine_tokens`: maximum tokens in flight per engine. `timeout_s`: of generation
+    (see flight.py).
     """
 
     def __init__(
@@ -395,7 +395,7 @@ class WaveGate:
         self._members = 0
         self._waiting: dict[str, asyncio.Future[Wave]] = {}
         self._waves: list[Wave] = []
-        """Waves with unfinished requests: at most one if every sample has joined, since the next starts when all wait."""
+        """Waves with unfinished requests. Usually one: the next starts once all samples wait."""
 
     def join(self) -> None:
         self._members += 1

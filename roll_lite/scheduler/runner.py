@@ -63,7 +63,7 @@ class _Row:
 class Conversation:
     """Sample being generated: a tree of responses, usually a single one.
 
-    Branches become training sequences (rows). If several requests continue one response, the first extends its row, others start new ones:
+    Branches become training sequences (rows). If several requests continue one response, the first extends its row, others start new rows:
     every response is trained in exactly one row.
     """
 
@@ -139,8 +139,8 @@ class Conversation:
     def _saved_turn(
         self, after: int | None, place: int | None, given: bytes, limits: tuple[int | None, tuple[str, ...]]
     ) -> SavedTurn | None:
-        """Take the saved response to the same request. If it extended a row, that row must be free: the saved tokens include the row's,
-        unmasked."""
+        """Take the saved response to an equal request. A response that extends a row needs that row free: its saved tokens include the
+        row's, unmasked."""
         for saved in self._saved.values():
             is_same = (saved.after, saved.given_ids) == (place, given) and saved.limits in (None, limits)
             if is_same and (saved.branches or after is None or self._free_row(after)):
@@ -148,7 +148,7 @@ class Conversation:
         return None
 
     def saved(self) -> tuple[SavedTurn, ...]:
-        """Return the episode's complete responses, and saved ones not requested since the resume."""
+        """Return the episode's complete responses, and saved responses not requested since the resume."""
         return (*self._kept.values(), *self._saved.values())
 
     def _free_row(self, after: int) -> _Row | None:

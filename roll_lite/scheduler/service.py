@@ -20,7 +20,7 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups by number, failed samples included for dumps."""
+    """Groups sorted by number, failed samples included."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class RolloutService:
         self._pacing = pacing
         self._left_out: list[SampleGroup] = []
         self._before: dict[str, Any] = {}
-        """Counts and ledger lines before the last batch requested."""
+        """Counts and ledger lines before the latest `next_batch` call."""
         self._ledger: list[dict[str, Any]] = []
         """Ledger lines from a resumed checkpoint, returned with the first batch."""
         self._keep_left_out = keep_left_out
@@ -195,7 +195,7 @@ class RolloutService:
 
     async def hold(self) -> None:
         """Prepare for a weight update, which `set_version` ends. PAUSE only stops the timeout clock: engines pause at the first weight
-        bucket. Without an engine, responses wait for a replacement, which serves only after the update."""
+        bucket. Without engines, do not wait for responses: replacements serve only after the update."""
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
@@ -249,7 +249,7 @@ class RolloutService:
             scheduler.cancel()
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return the state after `batches` batches: all handed out (default), or one fewer. Groups after them count as undelivered."""
+        """Return the state after `batches` batches: all handed out (default), or one fewer. Later batches' groups count as undelivered."""
         batches = self._admission.handed_out if batches is None else batches
         undo = batches < self._admission.handed_out
         counts = self._before if batches < self._admission.batches_requested else self._counts()
@@ -289,6 +289,6 @@ def _held_out(domain: str) -> str:
 
 
 def accepted(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """Drop failed samples, and groups with none left."""
+    """Drop failed samples and groups that become empty."""
     kept = [replace(group, samples=tuple(s for s in group.samples if s.outcome is SampleOutcome.ACCEPTED)) for group in groups]
     return [group for group in kept if group.samples]

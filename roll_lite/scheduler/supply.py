@@ -49,7 +49,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class OneStepOff:
-    """Starts the next batch's prompts when training receives the previous one."""
+    """Starts the next batch's prompts when training receives the previous batch."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = True

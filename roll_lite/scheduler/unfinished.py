@@ -35,7 +35,7 @@ class SavedTurn:
     """True if the response starts a new training row, because another already follows `after`."""
     given_ids: bytes = b""
     limits: tuple[int | None, tuple[str, ...]] | None = None
-    """(maximum tokens, stop strings) of the request; None: fits any."""
+    """(maximum tokens, stop strings) requested; None: fits any request."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SavedSample:
     attempt: int
     transcript: Transcript
     outcome: SampleOutcome | None = None
-    """Outcome; None during the first response (finish reason ABORT) and until the score."""
+    """None while the sample is generated or scored."""
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False

@@ -56,8 +56,8 @@ class CreditInputs:
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the user's estimator. Return advantages and the critic's targets (None without a critic), [B, T-1], 0 where masked. One number
-    per row counts for its policy tokens."""
+    """Call the user's estimator. Return advantages and the critic's targets (None without a critic), [B, T-1], 0 where masked. Results [B]
+    are spread over a row's policy tokens."""
     result = load_function(name, WHERE)(inputs, **args)
     pair = isinstance(result, tuple)
     if inputs.values is not None and not (pair and len(result) == 2):

@@ -31,7 +31,7 @@ from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 10.0
-"""Seconds beyond `turn_timeout_s` after which a worker that reports no timeout counts as lost. Closing an MCP server may take 6.5."""
+"""Seconds beyond `turn_timeout_s` after which a worker reporting no timeout counts as lost. Closing an MCP server may take 6.5 s."""
 
 
 class EnvironmentWorker:

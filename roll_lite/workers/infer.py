@@ -69,7 +69,7 @@ class InferWorker(AsyncWorker):
         await self._strategy.preload()
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> Place:
-        """Start the engine in this replica's turn, rank % turns."""
+        """Start the engine if `turn` equals rank % turns."""
         if self.rank % turns != turn:
             return await self.place()
         if self._parts is None:
@@ -118,8 +118,8 @@ class InferWorker(AsyncWorker):
         await self._pump.submit(requests, frozen)
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
-        """Return completions since the last call, then `most_blocks` token blocks, padded with None. The caller owns them, beyond this
-        process's life."""
+        """Return new completions, then `most_blocks` token blocks, padded with None. The caller owns the blocks, which outlive this
+        process."""
         collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
         return collected, *blocks, *[None] * (most_blocks - len(blocks))
 
@@ -200,7 +200,7 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Fleet member for one engine number. `engine`: the current one with this number, after a loss the replacement."""
+    """Fleet member for one engine number. `engine`: the current engine, after a loss its replacement."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
         self.name = engine.name

@@ -81,9 +81,9 @@ class Update:
     ratios: np.ndarray | None = None
     """Histogram of the log-ratios of new to old policy, [domains, bins]; None for the critic."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Log-prob differences between engine and trainer: only in the first update, and if not measured before."""
+    """Log-prob differences between engine and trainer: only in the first update, unless measured before it."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """{sample number: loss} of this rank's rows, to find faulty rows; in the first of a series of skipped updates."""
+    """{sample number: loss} of this rank's rows, to find faulty rows; only in the first skipped update of a series."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:

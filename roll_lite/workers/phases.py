@@ -44,7 +44,7 @@ class PhaseWork:
     runs: list[tuple[float, float]] = field(default_factory=list)
     """(start in wall clock time, seconds) of each run of the phase."""
     tokens: float = 0.0
-    """Tokens of the data-parallel replica, prompts included, divided by its ranks; `flops` likewise."""
+    """Tokens per rank of the data-parallel replica, prompts included; `flops` likewise."""
     flops: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
     """Maximum bytes over the phase's runs: GPU memory (`take_peaks`), and "resident" host memory at a run's end."""

@@ -23,7 +23,7 @@ from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 BATCH_SECONDS = 0.05
 """Target seconds of one call: longer than its overhead, but short, since results wait for the whole call."""
 SLICE_SECONDS = 0.5
-"""Seconds after which a call returns with finished samples: a hanging one must not delay the rest."""
+"""Seconds after which a call returns with finished samples: a hanging sample must not delay the rest."""
 MOST_SAMPLES = 64
 """Maximum samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
@@ -188,7 +188,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
     def _blame(self, under_way: dict[int, RewardJob], cause: str) -> None:
-        """Handle the samples of a failed call. A single one fails; several are scored again one by one, to find the cause."""
+        """Handle the samples of a failed call. A single sample fails; several are scored again one by one, to find the cause."""
         jobs = [under_way.pop(number) for number in sorted(under_way, reverse=True)]
         if len(jobs) == 1:
             self._fail(jobs, cause)

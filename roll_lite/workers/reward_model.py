@@ -72,7 +72,7 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> tuple[list[float | str] | None, PhaseMemory]:
-        """Return each text's score, or why it has none, and the rank's GPU memory by phase since the last answer. All ranks of a copy must
+        """Return each text's score, or why it has none, and the rank's GPU memory by phase since the last answer. All ranks of a model copy
         call this; only the head returns scores."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]

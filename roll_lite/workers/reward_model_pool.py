@@ -28,11 +28,11 @@ from roll_lite.workers.reward_model import NotInitialized
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 WINDOW_SECONDS = 0.003
-"""Seconds that an idle copy waits for a full batch."""
+"""Seconds an idle model copy waits for a full batch."""
 RESTART_SECONDS = 600.0
 """Timeout in seconds for restarted processes to start and load the model."""
 HANG_SECONDS = 600.0
-"""Timeout in seconds of one batch on a copy; longer than a sample's (`timeout_s`)."""
+"""Timeout in seconds of one batch on a model copy; exceeds a sample's (`timeout_s`)."""
 KILL_SECONDS = 1.0
 POLL_SECONDS = 0.25
 
@@ -77,7 +77,7 @@ class Ranks:
         """None: unknown, since a lost rollout service may have left the model loaded."""
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first `start`, which finds the model loaded by the driver; later ones, after a loss, load it."""
+        """True until the first `start`, which finds the model loaded by the driver; later starts, after a loss, load it."""
         self._is_gone = False
         self._was_killed = False
 
@@ -187,7 +187,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         super().__init__(f"reward_models.{name}", Ranks.of(name, actors, config), Policy(RESTART_SECONDS), WINDOW_SECONDS)
 
     async def in_service(self) -> None:
-        """Wait until a copy can score. Raise RewardFailed if no copy will."""
+        """Wait until a model copy can score. Raise RewardFailed if none will."""
         if not self._fleet.is_tended:  # with the first sample: the driver has initialized every rank by then
             self._fleet.tend()
         try:
@@ -304,7 +304,7 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> list[str]:
-        """Return why workers and ranks were replaced since the last call. Those of a shared model count for its first caller."""
+        """Return why workers and ranks were replaced since the last call. Ranks of a shared model count for its first caller."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else [])
 
     async def _scored(self, item: RewardInput) -> Score:

@@ -83,7 +83,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
             self._idle -= 1
 
     def _next(self, most: int, joins: bool = False) -> list[ScoringJob[Item, Result]]:
-        """Take up to `most` samples from the queue; one marked `alone` only alone, and not for a busy worker (`joins`)."""
+        """Take up to `most` queued samples; a sample marked `alone` comes by itself, and never for a busy worker (`joins`)."""
         batch: list[ScoringJob[Item, Result]] = []
         while self._queue and len(batch) < most and not (self._queue[0].alone and (batch or joins)):
             job = self._queue.popleft()

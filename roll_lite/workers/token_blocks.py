@@ -15,14 +15,14 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, TokenRow
 
 BLOCK_TOKENS = 2**16
-"""Tokens of a full block, about 850 KB. In larger ones, readers of one row fetch more; smaller ones need more references, at 100 to 200
+"""Tokens of a full block, about 850 KB. In larger blocks, readers of one row fetch more; smaller blocks need more references, at 100 to 200
 microseconds each."""
 
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
 EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
-"""Optional columns with several ids per token, padded with -1. KEPT_IDS: token ids that truncation kept; without it all -1. EXPERTS:
-MoE experts; all -1 if unknown."""
+"""Optional columns with several ids per token, padded with -1. KEPT_IDS: token ids that truncation kept; without truncation all -1.
+EXPERTS: MoE experts; all -1 if unknown."""
 
 
 @dataclass(frozen=True)

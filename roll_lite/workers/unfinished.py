@@ -23,7 +23,7 @@ from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_re
 
 
 def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str], fetch: Fetch) -> bytes:
-    """Return a Parquet file of the samples in `found`, {group: {index: sample}}, except any without tokens or with lost ones."""
+    """Return a Parquet file of the samples in `found`, {group: {index: sample}}, except any without tokens or with lost tokens."""
     samples = [(group, index, one) for group, of_group in found.items() for index, one in of_group.items()]
     references = list(dict.fromkeys(row.block for *_, one in samples for row in _rows_of(one)))
     blocks = {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}

@@ -260,7 +260,7 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """Gloo receiver with one copy per machine: its first worker receives into shared memory, where others read."""
+    """Gloo receiver: one copy per machine. The first worker receives into shared memory; the others read it."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)

@@ -74,7 +74,7 @@ def sender_to(group: TransferGroup, receiver: int, owner: int) -> int:
     """Return the training rank that sends to a receiver: the one on its GPU, else one whose GPU memory it can read, else `owner`, which
     gathers the tensors.
 
-    Receivers always read from the same GPU: a CUDA context on another costs memory.
+    Each receiver always reads from one GPU: a CUDA context on another costs memory.
     """
     home = group.homes[receiver]
     on_own, *readable = [group.trainer_on.get((home.machine, device)) for device in (home.device, *home.visible)]
@@ -205,7 +205,7 @@ class WeightSender:
         self._routes: dict[int, list[Route]] = {}
         self._own_routes: dict[int, list[Route]] = {}
         self._for_all_ranks: set[int] = set()
-        """Buckets that the owner first broadcasts to all training ranks, because others send them to engines."""
+        """Buckets that owners broadcast to all training ranks, because other ranks send them to engines."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
@@ -280,8 +280,8 @@ class WeightSender:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def _finish_broadcasts(self) -> None:
-        """Wait for this rank's NCCL broadcasts to engines on other GPUs. One could queue on the GPU behind a broadcast between trainers,
-        whose owner waits for that engine (deadlock)."""
+        """Wait for this rank's NCCL broadcasts to engines. Otherwise one could queue on the GPU behind a broadcast from a trainer that
+        itself waits for the engine (deadlock)."""
         if isinstance(self._transport, SideBySideSender) and self._transport.group.failure is None:
             with self._transport.group.report_failures():
                 self._transport.finish_one("nccl")

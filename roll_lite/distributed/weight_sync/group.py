@@ -65,8 +65,8 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key that `interrupt` sets to a new epoch; a group's member 0 sets _EPOCH. The larger epoch counts. Each key has one writer,
-and grows."""
+"""Store key that `interrupt` sets to a new epoch; a group's member 0 sets _EPOCH. The larger epoch counts. Each key has one writer; values
+grow."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2

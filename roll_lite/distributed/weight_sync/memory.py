@@ -54,7 +54,7 @@ class BucketSegment(Watched):
 
     handle = ""
     exports: Sequence[Export] = ()
-    """CUDA IPC exports, one per reader: torch's reference count of an export allows for one."""
+    """CUDA IPC exports, one per reader: torch's reference count allows for one reader each."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
@@ -175,6 +175,6 @@ def wait_for_device(tensor: torch.Tensor) -> None:
 
 
 def use_device_of(tensor: torch.Tensor) -> None:
-    """Select the tensor's GPU for this thread; new threads start with the first."""
+    """Select the tensor's GPU for this thread; new threads start with GPU 0."""
     if tensor.is_cuda:
         torch.cuda.set_device(tensor.device)

@@ -54,7 +54,7 @@ class ExportPlan:
 
 
 def bucket_limit(bucket_bytes: int, expert_owners: int, layer_bytes: int) -> int:
-    """Return the size limit of a bucket with experts. An engine holds one such bucket per owner: together `bucket_bytes` or, if larger, one
+    """Return the size limit of a bucket with experts. An engine holds one per owner, together at most `bucket_bytes` or, if larger, one
     layer's experts. `layer_bytes`: one owner's part of a layer."""
     return min(bucket_bytes, max(bucket_bytes // expert_owners, layer_bytes))
 
@@ -91,7 +91,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Membership:
-    """Members of a transfer group and their rendezvous store. One with a higher `epoch` replaces this."""
+    """Members of a transfer group and their rendezvous store. A membership of higher `epoch` replaces this."""
 
     epoch: int
     transport: str
@@ -148,7 +148,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """Plan a weight update. A bucket's owner sends to all engine workers, expert tensors to those holding them. `engines`: {engine:
+    """Plan a weight update. A bucket's owner sends to all engine workers, expert tensors to workers holding them. `engines`: {engine:
     workers}. `expert_parallel`: workers that divide an engine's experts."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"

@@ -70,7 +70,7 @@ def check_tensors(tensors: Sequence[ExportedTensor], shapes: Shapes) -> None:
 _CHUNK = 1 << 22
 _ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
-"""Step of `verify: sampled`: an update compares every 16th tensor (at least one), the next one others."""
+"""Step of `verify: sampled`: an update compares every 16th tensor (at least one), the next update others."""
 
 
 def sample(names: Collection[str], version: int) -> list[str]:
@@ -96,7 +96,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Pseudo-random odd factors, [_CHUNK] int64: the checksum depends on order."""
+    """Pseudo-random odd factors, [_CHUNK] int64: order changes the checksum."""
     factors = torch.arange(1, _CHUNK + 1, device=device) * _ODD
     for _ in range(2):
         factors = (factors ^ (factors >> 29)) * _ODD
