@@ -100,9 +100,9 @@ def write_dump(
     clock_offset: float = 0.0,
     rewards_of: Callable[[Sample], Sequence[float]] | None = None,
 ) -> None:
-    """Write a dump atomically. `groups`: all samples, trained on or not. `facts`: header fields. `kept_ids`: also store the token ids that
-    truncated sampling kept. `clock_offset`: wall clock minus event loop clock, in seconds. `rewards_of`: returns a sample's rewards by
-    turn; None: omit the column turn_rewards."""
+    """Write a dump atomically. `groups`: all samples, trained on or not. `facts`: header fields. `kept_ids`: also store the ids kept by
+    truncated sampling. `clock_offset`: wall clock minus event loop clock, in seconds. `rewards_of`: a sample's rewards by turn; None: no
+    column turn_rewards."""
     entries = _entries(groups, rows)
     description = DESCRIPTION | ({"branch": "int64"} if "branch" in rows else {})
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in description}

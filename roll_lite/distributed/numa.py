@@ -7,8 +7,8 @@ from typing import Any
 
 
 def bind_to_gpu(properties: Any, root: Path = Path("/")) -> set[int]:
-    """Bind this process, with later threads and children, to the CPUs of its GPU's NUMA node, where host memory is then allocated. Return
-    the CPUs; empty if unchanged (one node, no information, bound by the user). `root`: parent of `sys` and `proc`."""
+    """Bind this process, with later threads and children, to the CPUs of its GPU's NUMA node, where it then allocates host memory. Return
+    the CPUs; empty if unchanged (one node, no information, bound by the user). `root`: of `sys` and `proc`."""
     place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     device, allowed = root / "sys/bus/pci/devices" / place, os.sched_getaffinity(0)
     try:

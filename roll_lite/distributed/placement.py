@@ -224,7 +224,7 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign a Ray node to each node number, in order: the first with enough free devices that leaves enough nodes for later ones. `room`:
+    """Assign a Ray node to each node number, in order: the first with enough free devices that leaves enough nodes for the others. `room`:
     (Ray node, free devices). `wanted`: {node number: devices}."""
     found: dict[int, Node] = {}
     left = list(room)

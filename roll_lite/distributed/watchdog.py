@@ -1,7 +1,7 @@
 """Watchdog of the driver: time limits of phases, and a thread that watches the main thread.
 
-In pending.py's waits, the main thread notices a passed limit or a lost Ray session. If it is stuck in a call into Ray, the watchdog thread
-records the run's end and kills the process.
+The main thread notices a passed limit or a lost Ray session while it waits (pending.py). If it is stuck in a call into Ray, the watchdog
+thread records the run's end and kills the process.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from roll_lite.environments.tools import Call, ToolError, ToolLost
 
 class McpTools:
     def __init__(self, settings: McpToolConfig, start_timeout_s: float) -> None:
-        """Ask the server for its tools, outside of any event loop. ToolLost if it cannot be reached, ValueError if it does not answer in
-        time or lacks a wanted tool."""
+        """Ask the server for its tools, outside of any event loop. ToolLost if it is unreachable, ValueError if it is too slow or lacks a
+        wanted tool."""
         self._settings = settings
         try:
             known = asyncio.run(asyncio.wait_for(self._known(), start_timeout_s))

@@ -50,8 +50,7 @@ LASTING_STEPS, SUDDEN = 3, 2.0
 two steps. They end a run only after LASTING_STEPS steps in a row beyond a limit (more for older weights: one large update shows in
 several), or SUDDEN nats once."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
-"""Earlier steps whose median FACTOR multiplies: at least LEAST_STEPS (samples of older weights: LEAST_STALE_STEPS), at most the latest
-MOST_STEPS."""
+"""Number of earlier steps whose median FACTOR multiplies: minimum, minimum for older weights' samples, maximum."""
 Age = tuple[int, int]
 """Age of a sample: weight updates since its (oldest, newest) token was generated."""
 CURRENT = (0, 0)

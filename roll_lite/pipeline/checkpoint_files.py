@@ -1,7 +1,7 @@
 """Choose the checkpoint to resume from; check that its files are intact and fit the run.
 
 A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and, written
-last, `files.json` (sizes and checksums). A newer state of the same step has other file names (`state-*.json`, `unfinished-*.parquet`).
+last, `files.json` (sizes and checksums). A newer state of the same step has other names (`state-*.json`, `unfinished-*.parquet`).
 """
 
 from __future__ import annotations

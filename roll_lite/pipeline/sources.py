@@ -204,8 +204,8 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once if engines stay loaded, else at the
-        end, or at another loss."""
+        """Wait for a batch or validation. A training rank's death raises RankFailed: at once if engines stay loaded, else at the end or at
+        another loss."""
         lost: RankFailed | None = None
         while True:
             try:

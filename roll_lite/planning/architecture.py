@@ -60,8 +60,8 @@ class Architecture:
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
     """Read config.json in folder `named` (option --model), by default in `path`.
 
-    Without config.json, choose the public model from TABLE whose name is the start of the folder's name (or, if model.path is not given,
-    of the configuration's). For other hub names, download config.json. ValueError if no model fits.
+    Without config.json, choose the public model from TABLE whose name begins the folder's name (without model.path: the
+    configuration's). For other hub names, download config.json. ValueError if no model fits.
     """
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():

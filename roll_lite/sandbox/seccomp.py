@@ -182,8 +182,8 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
     """Build the filter for `install_filter`. OSError on machines other than x86_64 and aarch64.
 
-    `own_pid`: process id of a program without namespaces, which may not act on other processes or change file attributes. `signals_stay`:
-    Landlock or a separate user confines signals, so the filter does not.
+    `own_pid`: process of a program without namespaces, which may not act on other processes or change file attributes.
+    `signals_stay`: signals are confined elsewhere (Landlock, a separate user).
     """
     machine = platform.machine()
     if machine not in AUDIT_ARCH:

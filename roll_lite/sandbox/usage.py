@@ -97,8 +97,8 @@ class Usage:
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
         """Return True if the program's folder exceeds a limit; always False with namespaces, where the kernel enforces the limits.
 
-        The folder is measured only if free disk space has fallen or risen by more than a quarter of the limit: deletions by others can hide
-        what the program writes.
+        The folder is measured only if free disk space has changed by more than a quarter of the limit: others' deletions can hide what the
+        program writes.
         """
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False

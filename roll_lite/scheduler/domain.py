@@ -249,8 +249,8 @@ class DomainScheduler:
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
         """Return `count` groups for the current batch in order of admission; None if they are not ready.
 
-        A running group admitted before `minimum_admission_batch` would be too old for the next batch: the current batch waits for it,
-        because dropping slow groups would favour short responses.
+        The batch waits for running groups admitted before `minimum_admission_batch`: they would be too old for the next one, and
+        dropping slow groups would favour short responses.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None

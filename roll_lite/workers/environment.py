@@ -237,7 +237,7 @@ class EnvironmentPool:
 
     def _lost(self, member: PooledEnvironment, cause: str) -> None:
         lost, member.running = member.running, {}
-        computing = [running for running in lost.values() if running.since is not None]
+        computing = [running for running in lost.values() if running.since is not None and running.events.empty()]
         for running in lost.values():
             running.events.put_nowait(_Lost(cause, len(computing) == 1 and running is computing[0]))
 

@@ -206,8 +206,7 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Return the tests that can run before the engines start. Of a reward that needs a model or judge of this run, only other
-        components are tested."""
+        """Return the tests that can run before the engines start: of components that need no model or judge of this run."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward

@@ -116,14 +116,15 @@ def test_a_run_whose_ranks_are_killed_one_at_a_time_during_saves_goes_on(
     settings += ["actor_train.devices=2", "actor_train.restarts=100"]
     quiet = undisturbed(*settings)
     draw = random.Random(6)
-    newest, hit = 1, 0
+    newest, hit, killed = 1, 0, 0.0
     with Run(tmp_path, *settings) as run:
         for kills in range(RANK_KILLS):
-            partial = until_saving(run, newest + draw.randrange(1, 4))
+            partial = until_saving(run, newest + draw.randrange(1, 4), killed)
             time.sleep(draw.random() * 0.3)
             rank = draw.choice([one for one in run.tree() if "ActorWorker" in " ".join(command_of(one))])
             hit += partial.exists()
             rank.kill()
+            killed = time.time()
             newest = whole_checkpoint(run.folder, newest)
             wait_until(run, lambda: restarts(run) > kills)  # noqa: B023
         code, output = run.finish(400)
@@ -148,11 +149,12 @@ def whole_checkpoint(folder: Path, least: int) -> int:
     return step
 
 
-def until_saving(run: Run, step: int) -> Path:
-    """Wait until the checkpoint of this step, or a later one, is being written."""
+def until_saving(run: Run, step: int, since: float = 0.0) -> Path:
+    """Wait until the checkpoint of this step, or a later one, is being written. One without changes `since` then is left of a killed save."""
     while True:
-        found = sorted(run.run_dir.glob("*/*/checkpoints/*.partial"))
-        if found and int(found[-1].name[5:11]) >= step:
-            return found[-1]
+        for found in sorted(run.run_dir.glob("*/*/checkpoints/*.partial"))[-1:]:
+            with suppress(FileNotFoundError):
+                if int(found.name[5:11]) >= step and found.stat().st_mtime > since:
+                    return found
         assert run.process.poll() is None, run.finish()[1]
         time.sleep(0.002)

@@ -219,8 +219,8 @@ def verify_notes(config: RunConfig) -> list[str]:
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
-    """Refuse routing replay if SGLang's requests continue after a weight update (`rollout.on_sync: pause`): SGLang then recomputes earlier
-    tokens, and reports the experts that the new weights choose."""
+    """Refuse routing replay if requests continue after a weight update: SGLang then recomputes earlier tokens with the new weights'
+    experts."""
     rollout = config.rollout
     running = rollout.supply != "sync" or (rollout.oversample > 1 and rollout.max_staleness)
     pauses = (rollout.on_sync or ("drain" if rollout.supply == "one_step_off" else "pause")) == "pause" and not config.actor_infer.offload

@@ -17,8 +17,8 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def _used_by_a_reward(config: RunConfig, path: str, model: RewardModelConfig | JudgeServerConfig) -> Mistakes:
-    """Check the name of a reward model or judge, and that a reward uses it. If a reward type seems misspelt, the model counts as used:
-    another check reports the misspelling."""
+    """Check the name of a reward model or judge, and that a reward uses it. A reward type that seems misspelt, which another check
+    reports, counts as using it."""
     sections, _, name = path.partition(".")
     what, reward, argument = {"reward_models": ("reward model", MODEL_REWARD, "model"), "judges": ("judge", JUDGE, "server")}[sections]
     parts: list[RewardConfig | RewardTermConfig] = []

@@ -22,8 +22,8 @@ _set_handler = signal.signal
 
 
 def _set_in_main_thread(number: int, handler: Any) -> Any:
-    """Replace signal.signal: outside the main thread, keep the handlers of SIGINT and SIGTERM. Environments of verifiers set handlers when
-    they are made, which raises ValueError in workers' threads."""
+    """Replace signal.signal: outside the main thread, keep the handlers of SIGINT and SIGTERM. Environments of verifiers set handlers,
+    which raises ValueError in workers' threads."""
     if threading.current_thread() is threading.main_thread() or number not in (signal.SIGINT, signal.SIGTERM):
         return _set_handler(number, handler)
     return signal.getsignal(number)

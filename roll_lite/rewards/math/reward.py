@@ -63,9 +63,8 @@ class MathReward(RewardType):
     - **Unfinished answers** are wrong: unsolved inequalities, operations that the reference lacks (integrals, functions), and more
       additions, products or powers than it has (`(x-1)(x+1)` for `x^2-1`, `x^2+2x+1` for `(x+1)^2`, `(x^2)^5` for `x^{10}`).
     - **No answer**, or one that takes longer than `cpu_limit_s`, is wrong.
-    - **References.** If there is a "####" (GSM8K), only the text after it counts. Words, such as no solution, are compared as text,
-      ignoring case. A sample fails if its reference is unreadable, a sentence with formulas, in several parts, or counts several things
-      (3 red, 5 blue).
+    - **References.** If there is a "####" (GSM8K), only the text after it counts. A sample fails if its reference is
+      [unreadable](#references-that-math-cannot-read).
 
     `extracted` in the details is the compared answer.
 

@@ -33,14 +33,12 @@ class ChoiceReward(RewardType):
 
     extract: Extract = "auto"
     r"""Part of the response that is the choice; only text after the last `</think>` counts. boxed: the last `\boxed{}`. tagged:
-    the last `<answer></answer>`. auto: the tag, else the box, else, in this order: the last statement such as "the answer is C", "I choose
-    option c", 选C or "(C) is correct"; a line that is only a letter or an option's text; the only "(C)"; the option's text that ends the
-    response. Denied options ("not B", "if the answer were B", 不选B) do not count, nor do the words A and I. Only the last 10,000
-    characters are read."""
+    the last `<answer></answer>`. auto: the tag, else the box, else the last [statement](#choices-without-a-mark) of a choice. Denied
+    options do not count. Only the last 10,000 characters are read."""
     options: str = "options"
     """Column with the options' texts: a list in the order of the letters, a dict by letter, or `{"text": [...], "label": [...]}` as in ARC
     and CommonsenseQA. Without it, and for options whose texts differ only in case, only letters count as a choice. If the labels are not
-    letters (1 to 4 in some rows of ARC), the options are lettered A, B, C and so on; the prompt should show these letters."""
+    letters (1 to 4 in some rows of ARC), the options are lettered A, B, C; the prompt should show these letters."""
     letters: Annotated[int, Field(ge=1, le=26)] = 26
     """Number of options if no column lists them."""
 

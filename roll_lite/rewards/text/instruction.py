@@ -38,28 +38,7 @@ class InstructionReward(RewardType):
     If a row lacks the column `instruction_id_list`, its instructions are in the reference answer (`data: {answer: ground_truth}`) or the
     column `ground_truth`: one of the layouts above or a list of them, as values, JSON or Python literals. Null arguments are ignored.
 
-    The checks need no downloads. They pass the test cases of the originals, except:
-
-    - **Empty text** follows no instruction; invisible characters are ignored. Rules about each sentence, word or line need at least one;
-      rules about neighbours (`sentence:increment`) or first and last words need two.
-    - **Sentences** end with . ! ? and white space, except in abbreviations; nltk's punkt rarely differs. "around" allows a
-      difference of one sentence; for other counts, of a tenth.
-    - **Words** are separated by white space, dashes and slashes, and compared without punctuation and case (`don't` is one word); the
-      originals use nltk's tokens.
-    - **RLVR-IFEval.** IFEval's rules hold for bullet points (bold lines do not count), highlighted sections and titles (not empty), JSON
-      (code fences allowed), repeated prompts and last phrases (case ignored), `validate_uppercase` and `validate_lowercase` (in English).
-      Options and first words must be whole words. A text without letters is in no language.
-    - **IF-RLVR.** `copy:repeat_phrase`: each copy changes one inner word. `new:copy_span_idx`: the span's last character may be missing.
-      `keywords:exclude_word_harder`: the word occurs nowhere in the response. `keywords:palindrome`: three or more letters.
-      `count:counting_composition`: `***` or `* * *` between paragraphs. `punctuation_dot`, `punctuation_exclamation`: marks of other
-      scripts count too. A bigram is two words.
-    - **IFBench.** `words:start_verb` accepts about 560 verbs, their forms, and nouns of the same spelling; `ratio:stop_words` has its own
-      list; `words:odd_even_syllables` counts groups of vowels, minus a silent e. Stricter than the original: `format:list` (separators at
-      line starts), `format:sub-bullets` (at least one), `format:no_bullets_bullets` (sentences end in full stops),
-      `format:output_template` (labels in order, each followed by text), `count:conjunctions` (case ignored), `custom:reverse_newline` (no
-      repeated line), `custom:date_format_list` (dates exist), `custom:csv_special_character` (all rows valid), `repeat:repeat_change`
-      (first word differs), `format:title_case` (not all capitals). Milder: `format:title_case` (lower-case articles and short
-      prepositions allowed), `format:quotes` (apostrophes are no quotes).
+    Checks need no downloads and pass the originals' test cases, with a few [exceptions](#checks-that-differ).
 
     ```yaml
     reward:

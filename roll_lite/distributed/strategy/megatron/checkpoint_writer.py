@@ -1,7 +1,7 @@
 """Write a rank's part of a checkpoint in a separate process while training continues.
 
 A thread would block the rank, as torch.save holds the GIL; a fork of a threaded process can hang. The writer inherits memfds
-(anonymous files in memory) for tensors, job and result. A result proves success: Ray may reap the exit code.
+for tensors, job and result. A result proves success: Ray may reap the exit code.
 """
 
 from __future__ import annotations
