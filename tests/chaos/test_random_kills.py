@@ -150,7 +150,7 @@ def whole_checkpoint(folder: Path, least: int) -> int:
 
 
 def until_saving(run: Run, step: int, since: float = 0.0) -> Path:
-    """Wait until the checkpoint of this step, or a later one, is being written. One without changes `since` then is left of a killed save."""
+    """Wait until the checkpoint of this step, or a later one, is being written. One unchanged `since` then is left of a killed save."""
     while True:
         for found in sorted(run.run_dir.glob("*/*/checkpoints/*.partial"))[-1:]:
             with suppress(FileNotFoundError):
