@@ -187,7 +187,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def elsewhere(path: Path) -> str:
-    """Return a hint for a missing path: relative paths count from the current folder. The hint names a parent folder that has it."""
+    """Return a hint that relative paths count from the current folder; it names a parent folder with the missing path, if any."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""

@@ -15,7 +15,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""Minimum relative difference between weight and ratio to count as clipped; smaller differences are float32 rounding."""
+"""Minimum relative change of a ratio by its limits to count as clipped; smaller changes are float32 rounding."""
 
 # ---------------------------------------------------------------- inputs and result of a policy loss
 

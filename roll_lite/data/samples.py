@@ -324,7 +324,7 @@ class Score(Packed):
     answer: str | None = None
     """Answer found in the response, for majority votes. Empty: none found. None: this reward extracts no answers."""
     terms: dict[str, float] = field(default_factory=dict)
-    """{term: its weighted contribution}; the sum is the value."""
+    """{term: weighted part of the value}; empty without terms."""
 
     @property
     def is_correct(self) -> bool:

@@ -189,8 +189,7 @@ class Trackers(Tracker):
         self._trackers.clear()
 
     def _each(self, call: Callable[[Tracker], None], extra: str = "") -> None:
-        """Call `call` for each tracker. A failing tracker is dropped or, with `extra` (an optional kind of data), gets no more of this
-        kind."""
+        """Call `call` for each. A failing tracker is dropped or, with `extra` (a kind of data), gets no more of it; JsonlTracker raises."""
         for tracker in list(self._trackers):
             if (tracker, extra) in self._without:
                 continue

@@ -105,7 +105,7 @@ class Chaos:
         on(place.node, strike).remote(place, action, draw.random(), self._config.cut_s if cut else self._config.slow_s)
 
     def _plan_next(self) -> None:
-        """Draw the next fault's time, with a random generator per fault: time and kind do not depend on living processes."""
+        """Draw the next fault's time. Each fault has its own random generator: only the seed decides time and kind."""
         self._draw = random.Random(f"{self._config.seed} {next(self._numbers)}")
         self._next += self._draw.expovariate(1 / self._config.every_s)
 

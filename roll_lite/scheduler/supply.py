@@ -49,7 +49,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class OneStepOff:
-    """Starts the next batch's prompts when training receives the previous batch."""
+    """Starts a batch's prompts when training receives the batch before it."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = True

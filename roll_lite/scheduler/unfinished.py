@@ -35,7 +35,7 @@ class SavedTurn:
     """True if the response starts a new training row, because another already follows `after`."""
     given_ids: bytes = b""
     limits: tuple[int | None, tuple[str, ...]] | None = None
-    """(maximum tokens, stop strings) requested; None: fits any request."""
+    """(maximum tokens, stop strings) of its request; None matches any."""
 
 
 @dataclass(frozen=True)

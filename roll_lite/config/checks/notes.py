@@ -68,7 +68,7 @@ MOMENTS = 8
 HOST_STAGING_BYTES = 8
 """Bytes of host memory per weight for copies of weights and gradients, if the optimizer is on the host."""
 PINNED_ROUNDING = 2
-"""Factor of vLLM's copies of weights: torch rounds each pinned allocation up to a power of two."""
+"""Most host bytes per byte of vLLM's weights: torch rounds pinned blocks up to powers of two."""
 
 
 def host_bytes(config: RunConfig) -> dict[str, int]:
