@@ -292,7 +292,7 @@ class Player:
                 self._policies[order.episode].answered(order)
 
     def note(self) -> str | None:
-        """Note for the user about the rendering, or None."""
+        """Difference from the chat template, or None."""
         return self._renderer.difference()
 
     @property

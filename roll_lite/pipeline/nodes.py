@@ -88,8 +88,8 @@ class View:
 
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement, tell: Callable[[str], None]) -> list[str]:
-    """Show the nodes in a table (`tell`). Return addresses of nodes with training ranks that do not share the run folder. ValueError if the
-    driver needs these ranks' files, if versions or files differ, or if nodes cannot reach each other."""
+    """Show the nodes in a table (`tell`). Return addresses of nodes with training ranks but not the run folder. ValueError if the driver
+    needs files written there, versions or files differ, or one cannot reach another or checkpoint.store."""
     driver = ray.get_runtime_context().get_node_id()
     nodes = placement.nodes_by_role()
     others = set().union(*nodes.values()) - {driver}

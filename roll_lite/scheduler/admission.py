@@ -107,7 +107,7 @@ class Admission:
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Return how many samples each domain may start for later batches: at most one batch waits for scores."""
+        """Return {domain: samples it may start for later batches}; at most one batch may wait for scores."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}

@@ -19,7 +19,7 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""Consecutive lost groups (all samples failed) that end the run; or 3 times the domain's groups per batch, if larger."""
+"""Consecutive lost groups (all samples or baseline failed) that end the run; or 3 times a batch's groups, if larger."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
 """Fraction of lost groups that ends the run, among LONG_WINDOW_FACTOR times the groups that LEAST_LOSSES counts."""

@@ -23,7 +23,7 @@ from roll_lite.scheduler.engines import Asked
 class SavedTurn:
     """Response in an unfinished episode; partial if its finish reason is ABORT.
 
-    `number`: unique in the sample. `after`: `number` of the response that the input follows; None: it is a prompt. `given`: number of input
+    `number`: unique in the sample. `after`: `number` of the response before the input; None for a prompt. `given`: number of new input
     tokens; `given_ids`: their ids (int32).
     """
 

@@ -304,7 +304,7 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> list[str]:
-        """Return why workers and ranks were replaced since the last call. Ranks of a shared model count for its first caller."""
+        """Return why workers and ranks were replaced since the last call. A shared model reports only to its first domain."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else [])
 
     async def _scored(self, item: RewardInput) -> Score:

@@ -35,7 +35,7 @@ class Composition:
     data: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
-    """Paths of missing, unreadable or unresolvable values; the root, (), if a file is unreadable."""
+    """Paths of missing, unreadable or unresolvable values; root () for a bad file or `defaults`."""
     origins: dict[Path, str] = field(default_factory=dict)
     secrets: dict[Path, tuple[str, Any]] = field(default_factory=dict)
     """{key path: (text in the file, value)} of values that contain environment variables."""

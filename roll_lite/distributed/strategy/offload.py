@@ -1,6 +1,6 @@
-"""Offload weights, gradients and optimizer state to the host.
+"""Offload weights and optimizer state to the host; drop gradients.
 
-Storages are emptied in place: views stay valid. Loads run on their own stream, for which computation waits in `require`. Host copies are
+Storages are emptied in place: views stay valid. Loads run on their own stream; `require` makes computation wait. Host copies are
 reused until the state changes.
 """
 

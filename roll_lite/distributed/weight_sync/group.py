@@ -70,7 +70,7 @@ grow."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
-"""Age in steps at which keys are deleted: until then a member may read them."""
+"""Age in buckets at which keys are deleted: members may read younger ones."""
 
 
 class TransferError(RuntimeError):

@@ -15,7 +15,7 @@ from roll_lite.distributed.liveness import Heartbeat
 
 AUTO_S = 7.0
 AUTO_CPU_S = 300.0
-"""Limit for "auto" on a CPU, where steps may be long: vLLM never splits a prompt."""
+"""Step limit for "auto" on a CPU: there vLLM prefills a whole prompt in one step."""
 ASK_S = 1.0
 LISTEN_S = 0.25
 LATE = 0.5
