@@ -78,13 +78,13 @@ class ToolCallParser:
         text = self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if self._finder is None:
             return Parsed(text, [])
-        closing = self._outside_calls(THOUGHTS_END, text)
+        closing = next(self._outside_calls(THOUGHTS_END, text), None)
         opened = self._thinking or (closing is not None and "<think>" not in text[: closing.start()])
-        parts, rest = [], f"<think>{text}" if opened else text
-        while (thoughts := self._outside_calls(THOUGHTS, rest)) is not None:
-            parts += [rest[: thoughts.start()], thoughts[0]]
-            rest = rest[thoughts.end() :]
-        parts.append(rest)
+        parts, at, text = [], 0, f"<think>{text}" if opened else text
+        for thoughts in self._outside_calls(THOUGHTS, text):
+            parts += [text[at : thoughts.start()], thoughts[0]]
+            at = thoughts.end()
+        parts.append(text[at:])
         calls: list[dict[str, Any]] = []
         for number in range(0, len(parts), 2):  # thoughts have odd numbers
             part, rest, at = parts[number], "", 0
@@ -99,16 +99,23 @@ class ToolCallParser:
             content = content.removeprefix("<think>")
         return Parsed(content.strip() if calls else content, calls)
 
-    def _outside_calls(self, pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-        """Find the pattern's first match that does not begin in a call. Malformed calls are ignored: their end is unknown."""
+    def _outside_calls(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+        """Find the pattern's matches that do not begin in a call. Malformed calls are ignored: their end is unknown."""
         assert self._finder is not None
-        found = pattern.search(text)
-        for start, end, values in self._finder(text, self._parameters) if found else ():
-            if found is None or found.start() < start:
-                break
-            if found.start() < end and not any(isinstance(value, _Malformed) for value in values):
-                found = pattern.search(text, end)
-        return found
+        at = base = 0
+        calls = self._finder(text, self._parameters)
+        call = next(calls, None)
+        while (found := pattern.search(text, at)) is not None:
+            while call is not None and base + call[1] <= found.start():
+                call = next(calls, None)
+            if call is not None and base + call[0] <= found.start() and not any(isinstance(value, _Malformed) for value in call[2]):
+                at = base + call[1]
+                continue
+            yield found
+            at = found.end()
+            if call is not None and base + call[0] < at:  # it may begin in the thoughts: look again behind them
+                base, calls = at, self._finder(text[at:], self._parameters)
+                call = next(calls, None)
 
 
 def split_thoughts(content: str, thinking: bool) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-PhaseMemory = dict[str, dict[str, int]]
+PeaksByPhase = dict[str, dict[str, int]]
 """{phase: {kind of memory: bytes}}, with the kinds of `take_peaks`."""
 
 
@@ -26,14 +26,14 @@ class MemoryPeaks:
     """Memory peaks by phase, the largest over runs and reporting processes."""
 
     def __init__(self) -> None:
-        self._largest: PhaseMemory = {}
+        self._largest: PeaksByPhase = {}
 
     def add(self, phase: str, found: Mapping[str, int]) -> None:
         if found:
             own = self._largest.setdefault(phase, {})
             own |= {kind: max(size, own.get(kind, 0)) for kind, size in found.items()}
 
-    def merge(self, other: PhaseMemory) -> None:
+    def merge(self, other: PeaksByPhase) -> None:
         for phase, found in other.items():
             self.add(phase, found)
 
@@ -46,6 +46,6 @@ class MemoryPeaks:
         finally:
             self.add(phase, take_peaks())
 
-    def take(self) -> PhaseMemory:
+    def take(self) -> PeaksByPhase:
         taken, self._largest = self._largest, {}
         return taken

@@ -280,8 +280,12 @@ class Checkpoints:
         self._load_models(models, self.newest)
         with reaching(self._home):
             for later in finished_checkpoints(self._home) if self.continues_in_folder else ():
-                if steps_of(later) > self.newest_step:  # `settled` passed it over: `_remove_old` must not keep it instead of a good one
-                    set_aside(later)
+                if steps_of(later) > self.newest_step:  # `settled` passed it over
+                    try:
+                        with suppress(OSError):  # perhaps only unreadable at present
+                            read_state(later)
+                    except ValueError:
+                        set_aside(later)  # otherwise `_remove_old` would keep it instead of a good one
         # Samples in flight are dropped if settings of generation or scoring have changed.
         copy = self._on_nodes(self.newest)
         listed = [name for name in read_list(copy) if name.startswith("unfinished")]

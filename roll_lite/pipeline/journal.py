@@ -31,6 +31,7 @@ from roll_lite.distributed.weight_sync.group import Pushed
 from roll_lite.files import replacing, write_json, write_whole
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
+from roll_lite.observability.device_memory import PeaksByPhase
 from roll_lite.observability.health import RunHealth
 from roll_lite.observability.metric_table import EPISODES
 from roll_lite.observability.metrics import ALL_DOMAINS, MetricSums
@@ -110,7 +111,7 @@ class Journal:
         self._report = LiveReport(folder, config.report_every)
         self._current = 0
         self._work: Mapping[str, Sequence[RankWork]] = {}
-        self.pool_work: Sequence[Span] = ()
+        self._pool_work: Sequence[Span] = ()
         self._evaluation: Results | None = None
         self._shaped: DataProto | None = None
 
@@ -129,7 +130,7 @@ class Journal:
     def step(self, number: int) -> Iterator[None]:
         """Collect the metrics of step `number` in the block; write them at its end."""
         self._sums = MetricSums()
-        self._current, self._shaped, self._work, self.pool_work = number, None, {}, ()
+        self._current, self._shaped, self._work, self._pool_work = number, None, {}, ()
         self._tokens[number] = dict(self._tokens[self._steps])  # if the step is repeated, its tokens count once
         with self.timers.step():
             yield
@@ -145,7 +146,7 @@ class Journal:
         self.console.step(number, metrics)
         for warning in warnings:
             self.console.message(warning, style="yellow")
-        spans = [*self.timers.last.spans, *self._rank_spans(), *self.pool_work]
+        spans = [*self.timers.last.spans, *self._rank_spans(), *self._pool_work]
         self._trackers.spans(number, spans)
         rows = [(one.name, round(one.start, 4), round(one.seconds, 4), one.role, one.rank) for one in spans if (one.rank or 0) < MOST_RANKS]
         with (self.folder / SPANS_FILE).open("a", encoding="utf-8") as lines:
@@ -273,9 +274,6 @@ class Journal:
                 add("reward/term", total, domain.accepted, label=name, part=term)
             self._tokens[self._current]["prompt"] += domain.prompt_tokens
             self._tokens[self._current]["response"] += domain.response_tokens
-        for role, memory in stats.memory.items():
-            for phase, peaks in memory.items():
-                self._memory(role, phase, peaks)
         _add_episodes(self._sums, stats, "episode")
         self._tell_failures(stats)
         for domain_name, own in rows.group_by("domain").items():
@@ -425,6 +423,13 @@ class Journal:
                     self._speed("log_probs", role, done)
                 elif phase == "train":
                     self._speed(role.removesuffix("_train"), None, done)
+
+    def pools_worked(self, spans: Sequence[Span], memory: Mapping[str, PeaksByPhase]) -> None:
+        """Record the work of reward models, judges and environment workers, and reward models' GPU memory."""
+        self._pool_work = spans
+        for role, of_role in memory.items():
+            for phase, peaks in of_role.items():
+                self._memory(role, phase, peaks)
 
     def _memory(self, role: str, phase: str, peaks: Mapping[str, int]) -> None:
         for kind, size in peaks.items():

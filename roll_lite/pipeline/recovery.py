@@ -72,7 +72,8 @@ class Recovery:
         self._next_source_state: dict[str, Any] = {}
         self._weights_are_known = True
         """False from the start of an update to its step's end: some weights may have changed."""
-        self._service_is_lost = False
+        self.service_is_lost = False
+        """True until a restarted rollout service has `source_state` again."""
         self._rewinds = False
         self._validation: int | None = None
         """Step whose validation was lost with the rollout service and starts again."""
@@ -155,12 +156,12 @@ class Recovery:
             lost_tokens = any(loss.lost_object and loss.phase != ModelWorker.load_copy.__name__ for loss in losses)
             if roles.intersection(SERVICES) or lost_tokens:
                 self._batches.clear()  # their tokens were lost with the service, or an engine's node
-                self._service_is_lost = True
+                self.service_is_lost = True
             goes_back = any(model in trained for model in lost) or not self._weights_are_known
             copied = self._checkpoints.copied_step if goes_back else 0
             since = max(self._checkpoints.newest_step, copied) if goes_back else reached
             if any(step not in self._batches for step in range(since + 1, reached + 1)):
-                self._rewinds = self._service_is_lost = True
+                self._rewinds = self.service_is_lost = True
             for failure in (losses[-1], *losses[-1].others):
                 self._journal.rank_lost(failure, since, reached, "steps" if self._rewinds else "the updates of steps", 0 < copied == since)
             self._weights_are_known = not goes_back
@@ -180,7 +181,7 @@ class Recovery:
             while pipeline.steps_done < self.reached["steps_done"]:
                 pipeline.repeat_update(self._batches[pipeline.steps_done + 1])
             self._weights_are_known = True
-            if self._service_is_lost:
+            if self.service_is_lost:
                 self._restart_service(pipeline)
         self._journal.rank_returned(" and ".join(sorted(roles)), time.monotonic() - started, self.reached["steps_done"])
 
@@ -206,7 +207,7 @@ class Recovery:
             pipeline.validate(self._validation)
         if self._rewinds and pipeline.validation_is_due and self._validation != pipeline.steps_done:
             pipeline.validate()
-        self._rewinds = self._service_is_lost = False
+        self._rewinds = self.service_is_lost = False
         self._validation = None
 
 

@@ -347,7 +347,7 @@ class RLVRPipeline:
         with WATCHDOG.uninterrupted(), WATCHDOG.limit("checkpoint", seconds, "checkpoint.on_sigterm_s"):
             unfinished, state = b"", self.recovery.source_state
             reached = {**self.recovery.reached, "validation": self.validation.under_way}
-            if self.config.checkpoint.unfinished:
+            if self.config.checkpoint.unfinished and not self.recovery.service_is_lost:
                 with suppress(Exception):  # if this fails, their prompts start again
                     state, unfinished = self.source.unfinished(state, seconds / 4)
             self.source.abandon()

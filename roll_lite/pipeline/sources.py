@@ -189,7 +189,7 @@ class LiveRollouts(BatchSource):
             raise
         self._batch = None
         self.journal.ledger.append(batch.ledger)
-        self.journal.pool_work = batch.work
+        self.journal.pools_worked(batch.work, batch.memory)
         self.restarts.tell_losses()
         self.restarts.settle()
         return batch

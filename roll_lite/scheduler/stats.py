@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, NamedTuple, get_origin, get_type_hints
 
 from roll_lite.data.samples import SampleGroup, SampleOutcome
-from roll_lite.observability.device_memory import PhaseMemory
 
 UNFINISHED, SURPLUS = "unfinished", "surplus"
 """Causes of staleness: the group was unfinished, or no batch had a place for it."""
@@ -74,8 +73,6 @@ class RolloutStats:
     """Time from the start of the batch to the last response."""
     reward_tail_s: float = 0.0
     """Time from the last response to the last score."""
-    memory: dict[str, PhaseMemory] = field(default_factory=dict)
-    """{reward model's role: GPU memory by phase}, since the last batch."""
 
     @property
     def response_tokens(self) -> int:

@@ -16,7 +16,7 @@ from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec, RankLayout, StateGroup
 from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
-from roll_lite.observability.device_memory import MemoryPeaks, PhaseMemory
+from roll_lite.observability.device_memory import MemoryPeaks, PeaksByPhase
 from roll_lite.rewards.model import ScoredText
 
 
@@ -71,7 +71,7 @@ class RewardModelWorker(Worker):
         freeze_heap()
         return strategy.layout
 
-    def score(self, texts: Sequence[ScoredText]) -> tuple[list[float | str] | None, PhaseMemory]:
+    def score(self, texts: Sequence[ScoredText]) -> tuple[list[float | str] | None, PeaksByPhase]:
         """Return each text's score, or why it has none, and the rank's GPU memory by phase since the last answer. All ranks of a model copy
         call this; only the head returns scores."""
         strategy = self._initialized()
@@ -82,12 +82,12 @@ class RewardModelWorker(Worker):
         results = None if scores is None else [ids if isinstance(ids, str) else next(found) for ids in tokens]
         return results, self._memory.take()
 
-    def load(self, groups: Sequence[StateGroup]) -> PhaseMemory:
+    def load(self, groups: Sequence[StateGroup]) -> PeaksByPhase:
         with self._memory.of("load"):
             self._initialized().load(groups)
         return self._memory.take()
 
-    def offload(self, groups: Sequence[StateGroup]) -> PhaseMemory:
+    def offload(self, groups: Sequence[StateGroup]) -> PeaksByPhase:
         with self._memory.of("offload"):
             self._initialized().offload(groups)
         return self._memory.take()

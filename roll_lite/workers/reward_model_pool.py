@@ -17,7 +17,7 @@ from roll_lite.distributed.liveness import first_of
 from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.distributed.strategy.build import CONNECTS_RANKS
-from roll_lite.observability.device_memory import MemoryPeaks, PhaseMemory
+from roll_lite.observability.device_memory import MemoryPeaks, PeaksByPhase
 from roll_lite.observability.timers import POOL_WORK
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction
 from roll_lite.rewards.model import ModelReward, ScoredText, zero_base
@@ -216,7 +216,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         if self._config.offload:
             await asyncio.gather(*(ranks.move(False) for ranks in self._fleet.members))
 
-    def take_memory(self) -> PhaseMemory:
+    def take_memory(self) -> PeaksByPhase:
         """Return the GPU memory by phase since the last call: the largest of the ranks."""
         largest = MemoryPeaks()
         for ranks in self._fleet.members:

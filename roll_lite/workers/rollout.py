@@ -27,6 +27,7 @@ from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.fleet import Fleet, MemberState, Policy
 from roll_lite.distributed.place import ActorMember
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
+from roll_lite.observability.device_memory import PeaksByPhase
 from roll_lite.observability.timers import POOL_WORK, Span
 from roll_lite.rewards.base import CANNED_RESPONSE, RewardFailed
 from roll_lite.scheduler.domain import Domain
@@ -83,6 +84,8 @@ class RolloutBatch:
     state: dict[str, Any] = field(default_factory=dict)
     work: list[Span] = field(default_factory=list)
     """Work of reward models, judges and environment workers since the last batch."""
+    memory: dict[str, PeaksByPhase] = field(default_factory=dict)
+    """{reward model's role: GPU memory by phase}, since the last batch."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
@@ -282,11 +285,12 @@ class RolloutWorker(AsyncWorker):
         pools: dict[str, Mapping[str, Any]] = {"reward": self._pools, "environment": self._environments}
         replaced = {part: {name: pool.newly_replaced() for name, pool in own.items()} for part, own in pools.items()}
         silences, self._silences = self._silences, []
-        result.stats.memory = {f"reward_models.{name}": model.take_memory() for name, model in self._reward_models.items()}
+        memory = {f"reward_models.{name}": model.take_memory() for name, model in self._reward_models.items()}
         blocks = [tokens_of(trainable, self._columns)]
         if self._per_turn and len(rows):
             blocks.append(turn_rewards_of(trainable, self._per_turn))
-        return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state, POOL_WORK.take())
+        ledger = ledger_text(result.ledger, step)
+        return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger, state, POOL_WORK.take(), memory)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
         """Return rows and tokens of finished groups certain to be in the current batch and not in `known`; nothing for fewer than `least`

@@ -13,6 +13,7 @@ import pytest
 from engine_harness import require
 
 from roll_lite.config.schema.environments import PythonToolConfig
+from roll_lite.environments import tool_calls
 from roll_lite.environments.python_tool import Interpreter
 from roll_lite.environments.tool_calls import CallFormat, Parsed, ToolCallParser, family_of, schema_of
 
@@ -187,6 +188,24 @@ def test_arguments_may_speak_of_thoughts(parse: Callable[..., Parsed], form: Cal
         text, expected = text.rpartition("\n")[0], expected[:1]
     found = parse(form, text)
     assert (called(found), found.content) == (expected, thoughts.strip())
+
+
+@pytest.mark.parametrize(("form", "written"), WRITES)
+def test_many_thoughts_are_read_in_one_pass(
+    parse: Callable[..., Parsed], monkeypatch: pytest.MonkeyPatch, form: CallFormat, written: str
+) -> None:
+    """A collapsed policy writes them, and parsing holds up all episodes of the worker."""
+    finder, read = tool_calls.FINDERS[form], list[int]()
+
+    def counted(text: str, *args: Any) -> Any:
+        read.append(len(text))
+        return finder(text, *args)
+
+    monkeypatch.setitem(tool_calls.FINDERS, form, counted)
+    text = f"{'<think></think> a' * 300}{written.format('</think>')}"
+    found = parse(form, text)
+    assert called(found) == [("f", {"text": "</think>"})] and found.content == "<think></think> a" * 300
+    assert sum(read) <= 4 * len(text)
 
 
 PYTHON = {"name": "python", "parameters": {"type": "object", "properties": {"code": {"type": "string"}}}}

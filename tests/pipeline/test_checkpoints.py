@@ -19,6 +19,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.failures import RankFailed
 from roll_lite.files import FileRecord, record
 from roll_lite.pipeline import checkpoint as checkpoint_module
+from roll_lite.pipeline import checkpoint_files
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints, expect_files
 from roll_lite.pipeline.checkpoint_files import (
@@ -26,6 +27,7 @@ from roll_lite.pipeline.checkpoint_files import (
     finished_checkpoints,
     known_tracker_ids,
     read_list,
+    read_state,
     resumption,
     settled,
     write_list,
@@ -158,7 +160,9 @@ def test_a_checkpoint_is_on_the_disk_before_it_counts(config: RunConfig, tmp_pat
 
     def note(what: str, real: Any) -> None:
         def noted(first: Any, *others: Any) -> Any:
-            done.append((what, Path(f"/proc/self/fd/{first}").resolve() if isinstance(first, int) else Path(first)))
+            path = Path(f"/proc/self/fd/{first}").resolve() if isinstance(first, int) else Path(first)
+            if path.is_relative_to(tmp_path):  # threads of other tests may still draw curves
+                done.append((what, path))
             return real(first, *others)
 
         monkeypatch.setattr(os, what, noted)
@@ -384,6 +388,27 @@ def test_damaged_ones_that_auto_passed_over_do_not_take_the_place_of_good_ones(
     assert all((folder / "state.json.damaged").exists() for folder in bad)
     newer = checkpoints.save(roles, ROLLOUTS, {"steps_done": 15})
     assert finished_checkpoints(run) == [good, newer][-len(bad) :] and resumption(run).checkpoint == newer
+
+
+def test_a_checkpoint_that_cannot_be_read_at_present_is_not_marked(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles, run = parts("actor_train"), tmp_path / "demo/2026-01-01_00-00-00"
+    settings = config.checkpoint.model_copy(update={"keep": 3, "resume": "auto"})
+    auto = config.model_copy(update={"checkpoint": settings, "run_dir": tmp_path, "experiment": "demo"})
+    good, later = (Checkpoints(auto, run).save(roles, ROLLOUTS, {"steps_done": step}) for step in (10, 20))
+
+    def stale(checkpoint: Path, **how: Any) -> dict[str, Any]:
+        if checkpoint.name == later.name:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read_state(checkpoint, **how)
+
+    for module in (checkpoint_module, checkpoint_files):
+        monkeypatch.setattr(module, "read_state", stale)
+    resumed, notes = settled(auto)
+    assert resumed.checkpoint.source == good and "Stale" in notes[0]
+    Checkpoints(resumed, run).load(roles, SOURCE)
+    assert (later / "state.json").exists() and not list(later.glob("*.damaged"))
 
 
 def given_to(source: list[Any]) -> Any:

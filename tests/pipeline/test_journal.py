@@ -133,9 +133,8 @@ def test_speed_is_that_of_the_slowest_rank(journal: Journal, tmp_path: Path) -> 
 def test_memory_of_engines_and_reward_models_is_told_by_phase(journal: Journal, tmp_path: Path) -> None:
     """Of the fullest engine. Engines measure no time of their own."""
     engines = [{"generate": PhaseWork(None, memory={"device": size, "reserved": 7_000_000})} for size in (3_000_000, 4_000_000)]
-    stats = RolloutStats({}, wall_s=1.0, memory={"reward_models.toy": {"score": {"allocated": 2_000_000}}})
     with journal.step(1):
-        journal.rollouts(DataProto({"domain": object_column([])}), stats, 0, {})
+        journal.pools_worked([], {"reward_models.toy": {"score": {"allocated": 2_000_000}}})
         journal.worked({"actor_infer": engines})
     (record,) = records(tmp_path)
     assert {name: value for name, value in record.items() if name.startswith(("memory/", "ranks/"))} == {
@@ -157,7 +156,7 @@ def test_trackers_get_spans_and_some_samples(journal: Journal, monkeypatch: pyte
         with journal.timers.phase("train"):
             now = time.time()
             journal.worked({"critic": [{"train": PhaseWork(None, 2.0, [(outside - 9, 0.5), (outside, 0.5), (now, 1.5)])}]})
-        journal.pool_work = [Span("judges.grader[0] score", now, 0.5, "step", "judges.grader", 0)]
+        journal.pools_worked([Span("judges.grader[0] score", now, 0.5, "step", "judges.grader", 0)], {})
     assert [(span.name, span.parent) for span in spans] == [
         *(("step", ""), ("learn", "step"), ("learn/train", "learn")),
         *(("critic[0] train", "step"), ("critic[0] train", "learn/train"), ("judges.grader[0] score", "step")),

@@ -14,7 +14,7 @@ from support_scripted import ScriptedWorker, scripted_spec
 from roll_lite.config.schema.models import InferRoleConfig
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
-from roll_lite.observability.device_memory import PhaseMemory
+from roll_lite.observability.device_memory import PeaksByPhase
 from roll_lite.pipeline.clusters import Engines, Models
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.phases import PhaseWork
@@ -40,7 +40,7 @@ def test_each_device_has_one_engine_that_starts(ray_local: object, tmp_path: Pat
 class Told:
     """A strategy that tells its workers' memory once."""
 
-    async def take_memory(self) -> PhaseMemory:
+    async def take_memory(self) -> PeaksByPhase:
         return {"generate": {"device": 5}}
 
 

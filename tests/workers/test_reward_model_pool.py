@@ -24,7 +24,7 @@ from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
 from roll_lite.distributed.place import Place
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.base import RankLayout
-from roll_lite.observability.device_memory import PhaseMemory
+from roll_lite.observability.device_memory import PeaksByPhase
 from roll_lite.observability.timers import POOL_WORK
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.workers import reward_model_pool
@@ -61,7 +61,7 @@ class FakeRank:
         self.layout, self.score = Method(self._layout), Method(self._measured)
         self.place, self.initialize = Method(self._place), Method(self._initialize)
         self.rendezvous, self.meet_at = Method(self._rendezvous), Method(self._meet_at)
-        self.memory: PhaseMemory = {}
+        self.memory: PeaksByPhase = {}
         self.load, self.offload = Method(self._loaded), Method(self._offloaded)
 
     async def _layout(self) -> RankLayout:
@@ -84,7 +84,7 @@ class FakeRank:
             raise RuntimeError("out of memory")
         self.error, self.hangs = None, False
 
-    async def _measured(self, texts: Any) -> tuple[list[float | str] | None, PhaseMemory]:
+    async def _measured(self, texts: Any) -> tuple[list[float | str] | None, PeaksByPhase]:
         return await self._score(texts), self.memory
 
     async def _score(self, texts: Any) -> list[float | str] | None:
@@ -95,11 +95,11 @@ class FakeRank:
             raise self.error
         return [float(len(text)) if text else "the text has no tokens" for text in texts] if self.own.is_head else None
 
-    async def _loaded(self, groups: Any) -> PhaseMemory:
+    async def _loaded(self, groups: Any) -> PeaksByPhase:
         self.moves.append("load")
         return {}
 
-    async def _offloaded(self, groups: Any) -> PhaseMemory:
+    async def _offloaded(self, groups: Any) -> PeaksByPhase:
         self.moves.append("offload")
         return {"offload": {"device": 5}} if self.memory else {}
 

@@ -32,7 +32,7 @@ from roll_lite.distributed.numa import bind_to_gpu
 from roll_lite.distributed.strategy.inference.life import EngineLife, EngineMemory
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, by_bucket, tensors_of
 from roll_lite.files import FileRecord, flush, record
-from roll_lite.observability.device_memory import PhaseMemory
+from roll_lite.observability.device_memory import PeaksByPhase
 
 # ---------------------------------------------------------------- training
 
@@ -367,7 +367,7 @@ class InferenceStrategy(ABC):
         success."""
         return []
 
-    async def take_memory(self) -> PhaseMemory:
+    async def take_memory(self) -> PeaksByPhase:
         """Return peak GPU memory by phase since the last call, maximum over workers."""
         return {}
 

@@ -111,6 +111,8 @@ class EndpointServer:
             episode.reading += 1
             try:
                 given = await http.read()
+                episode.bytes += len(given) - size
+                size = len(given)
             finally:
                 episode.reading -= 1
             episode = self._episode(http)  # it may have ended meanwhile

@@ -47,9 +47,11 @@ class RemoteReward(AskingReward):
     def named_columns(self) -> dict[str, tuple[str, ...]]:
         return {"columns": self.columns}
 
+    def at_once(self) -> int:
+        return self.batch_size
+
     async def __call__(self, samples: list[RewardInput]) -> list[Score | RewardFailed]:
-        parts = [samples[start : start + self.batch_size] for start in range(0, len(samples), self.batch_size)]
-        return list(chain(*await asyncio.gather(*map(self._batch, parts))))
+        return await self._batch(samples)
 
     @cached_property
     def _client(self) -> HttpClient:

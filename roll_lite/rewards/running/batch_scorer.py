@@ -128,8 +128,7 @@ class BatchScorer:
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return
-        at_once = function.type.at_once() or len(open_)
-        calls = [open_[start : start + at_once] for start in range(0, len(open_), at_once)]
+        calls = _calls(function, open_)
         while calls:
             call = calls.pop(0)
             started = time.monotonic()
@@ -169,7 +168,7 @@ class BatchScorer:
 
     async def _advance(self, fresh: list[_Entry]) -> None:
         for function in self._asyncs if fresh else []:
-            calls = [fresh] if function.is_batched else [[entry] for entry in fresh]
+            calls = _calls(function, fresh) if function.is_batched else [[entry] for entry in fresh]
             self._tasks |= {asyncio.create_task(self._call_async(function, call)) for call in calls}
         until = time.monotonic() + WAIT_SECONDS
         while not any(map(self._is_done, self._under_way)) and time.monotonic() < until:
@@ -220,6 +219,11 @@ class BatchScorer:
         except RewardFailed as failure:
             return failure.cause
         return replace(score, format_ok=entry.format_ok)
+
+
+def _calls(function: RewardFunction, entries: list[_Entry]) -> list[list[_Entry]]:
+    at_once = function.type.at_once() or len(entries)
+    return [entries[start : start + at_once] for start in range(0, len(entries), at_once)]
 
 
 def _items(entries: Sequence[_Entry]) -> list[RewardInput]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,6 +123,25 @@ def test_down_fails_the_batch_once() -> None:
         results = score([item()] * 6, url=server.url, retries=1, batch_size=3)
     assert [len(request["query"]) for request in server.requests] == [3] * 4
     assert all(isinstance(result, str) and "answered 503" in result for result in results)
+
+
+def test_each_request_has_its_own_time_limit() -> None:
+    """A slow answer costs its own samples only; none has to be asked for again alone."""
+
+    def slow(request: Any, number: int) -> Reply:
+        time.sleep(5.0 if "xxxx" in request["query"][0] else 0.0)
+        return lengths(request, number)
+
+    reward = RewardConfig(name="remote", args={"batch_size": 1, "retries": 0}, timeout_s=2)
+    with StubServer(slow) as server:
+        reward = reward.model_copy(update={"args": {**reward.args, "url": server.url}})
+        scoring, _ = BatchScorer.of(reward, "domains.toy.reward")
+        results, suspects = dict[int, Any](), set[int]()
+        scored = scoring({n: item("x" * n) for n in range(1, 5)}, 1.0)
+        while len(results) < 4 and not suspects:
+            results, suspects = results | scored.results, suspects | scored.suspects
+            scored = scoring({}, 1.0)
+    assert suspects == set() and [results[n].value for n in (1, 2, 3)] == [1, 2, 3] and "time" in results[4]
 
 
 def test_several_urls_one_of_them_down() -> None:

@@ -23,7 +23,7 @@ from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, R
 from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors, checkpoint_shapes
 from roll_lite.models.adapter_files import adapter_shapes
 from roll_lite.models.hf_config import read_hf_config
-from roll_lite.observability.device_memory import MemoryPeaks, PhaseMemory
+from roll_lite.observability.device_memory import MemoryPeaks, PeaksByPhase
 
 T = TypeVar("T")
 
@@ -215,7 +215,7 @@ class EngineStrategy(InferenceStrategy):
             if self.life.away == set(EngineMemory):
                 await self._measure("offload")
 
-    async def take_memory(self) -> PhaseMemory:
+    async def take_memory(self) -> PeaksByPhase:
         async with self._order:
             if self._check() is None and not self.life.away:
                 await self._measure(self._phase)
