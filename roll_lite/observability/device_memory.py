@@ -39,7 +39,6 @@ class MemoryPeaks:
 
     @contextmanager
     def of(self, phase: str) -> Iterator[None]:
-        """Measure a `with` block."""
         take_peaks()
         try:
             yield

@@ -425,7 +425,7 @@ class Journal:
                     self._speed(role.removesuffix("_train"), None, done)
 
     def pools_worked(self, spans: Sequence[Span], memory: Mapping[str, PeaksByPhase]) -> None:
-        """Record the work of reward models, judges and environment workers, and reward models' GPU memory."""
+        """Record a batch's work and GPU memory of pools."""
         self._pool_work = spans
         for role, of_role in memory.items():
             for phase, peaks in of_role.items():

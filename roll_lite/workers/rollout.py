@@ -85,7 +85,7 @@ class RolloutBatch:
     work: list[Span] = field(default_factory=list)
     """Work of reward models, judges and environment workers since the last batch."""
     memory: dict[str, PeaksByPhase] = field(default_factory=dict)
-    """{reward model's role: GPU memory by phase}, since the last batch."""
+    """{reward model's role: GPU memory by phase}."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
