@@ -9,7 +9,7 @@ from typing import Literal
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig
 from roll_lite.config.schema.base import Refused
-from roll_lite.config.schema.domains import DomainConfig, SamplingConfig
+from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, SamplingConfig
 from roll_lite.config.schema.losses import CustomLossConfig
 from roll_lite.config.schema.models import (
     Devices,
@@ -232,6 +232,16 @@ def trains(config: RunConfig) -> bool:
 
 def validates(config: RunConfig) -> bool:
     return config.validation.enabled and config.mode in ("full", "evaluate")
+
+
+def validation_is_due(config: RunConfig, step: int) -> bool:
+    every = config.validation.every
+    return step == config.steps or (every > 0 and step % every == 0)
+
+
+def on_sync_of(rollout: RolloutConfig, engines_offload: bool) -> str:
+    """`rollout.on_sync`, or its default."""
+    return "abort" if engines_offload else rollout.on_sync or ("drain" if rollout.supply == "one_step_off" else "pause")
 
 
 def generates_ahead(config: RunConfig) -> bool:

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from roll_lite.algorithms.at_k import AT_K, SampledPrompts, accuracy_error, every_k
 from roll_lite.algorithms.rewards import Masked
 from roll_lite.algorithms.token_metrics import nearest_rank, ratio_percentiles
-from roll_lite.config.arithmetic import validates
+from roll_lite.config.arithmetic import validates, validation_is_due
 from roll_lite.config.checks.algorithm import compares_groups
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.branches import per_sample
@@ -481,8 +481,8 @@ class Journal:
 
     def go_back(self, step: int) -> None:
         """Remove what the run repeats: records of steps after `step`, and the validation of `step` if it is due."""
-        self._steps, every = step, self._config.validation.every
-        is_due = validates(self._config) and (step == self._config.steps or (every > 0 and step % every == 0))
+        self._steps = step
+        is_due = validates(self._config) and validation_is_due(self._config, step)
         cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE, SPANS_FILE), validation=is_due)
         self.history.restore(self.folder / METRICS_FILE)
         self._trackers.repeat(step + 1)

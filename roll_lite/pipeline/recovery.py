@@ -73,7 +73,7 @@ class Recovery:
         self._weights_are_known = True
         """False from the start of an update to its step's end: some weights may have changed."""
         self.service_is_lost = False
-        """True until a restarted rollout service has `source_state` again."""
+        """True until a restarted service has `source_state`."""
         self._rewinds = False
         self._validation: int | None = None
         """Step whose validation was lost with the rollout service and starts again."""

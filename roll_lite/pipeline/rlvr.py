@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from roll_lite.algorithms.kl import KlController
 from roll_lite.algorithms.token_metrics import SampleSums
-from roll_lite.config.arithmetic import aggregation_constant, trains, validates
+from roll_lite.config.arithmetic import aggregation_constant, trains, validates, validation_is_due
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import TrainRoleConfig
 from roll_lite.config.schema.run import RunConfig
@@ -393,7 +393,7 @@ class RLVRPipeline:
 
     @property
     def validation_is_due(self) -> bool:
-        return self.due(self.config.validation.every) or self.steps_done == self.config.steps
+        return validation_is_due(self.config, self.steps_done)
 
     def wanted(self) -> list[tuple[Model[Any], list[str]]]:
         return [(model, columns) for model in self.models.all if (columns := self.wanted_of(model))]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
+from roll_lite.config.arithmetic import on_sync_of
 from roll_lite.config.schema.domains import RolloutConfig
 
 
@@ -92,9 +93,7 @@ SYNCHRONOUS = Pacing()
 def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
     kind = SUPPLIES[config.supply]
     supply = kind() if config.max_staleness is None else kind(config.max_staleness)
-    usual = OnSync.DRAIN if config.supply == "one_step_off" else OnSync.PAUSE
-    on_sync = OnSync.ABORT if engines_rest else OnSync(config.on_sync or usual)
-    return Pacing(supply, on_sync, config.oversample, engines_rest)
+    return Pacing(supply, OnSync(on_sync_of(config, engines_rest)), config.oversample, engines_rest)
 
 
 LEAST_SHARE = 4

@@ -12,6 +12,7 @@ from roll_lite.config.arithmetic import (
     generates,
     max_model_len,
     model_parallel_size,
+    on_sync_of,
     pipeline_problem,
     replays_engines,
     requests,
@@ -223,7 +224,7 @@ def _experts_over_an_update(config: RunConfig) -> Mistakes:
     experts."""
     rollout = config.rollout
     running = rollout.supply != "sync" or (rollout.oversample > 1 and rollout.max_staleness)
-    pauses = (rollout.on_sync or ("drain" if rollout.supply == "one_step_off" else "pause")) == "pause" and not config.actor_infer.offload
+    pauses = on_sync_of(rollout, config.actor_infer.offload) == "pause"
     if replays_engines(config) and running and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         message = "SGLang forgets which experts the old weights used where responses go on under new ones"
         yield "algorithm.routing_replay", f"{message}; use rollout.on_sync: abort or drain"
