@@ -23,7 +23,7 @@ def take_peaks() -> dict[str, int]:
 
 
 class MemoryPeaks:
-    """Memory peaks by phase, the largest over runs and reporting processes."""
+    """Memory peaks by phase: maxima over runs and processes."""
 
     def __init__(self) -> None:
         self._largest: PeaksByPhase = {}
