@@ -1,5 +1,8 @@
-"""Advantages and whitening. Token tensors are [B, T-1]; entry t belongs to token t + 1. The bool mask marks policy tokens, which the policy
-generated; others, such as tool output, are skipped."""
+"""Advantages and whitening.
+
+Token tensors are [B, T-1]; entry t belongs to token t + 1. The bool mask is True for tokens that the policy generated; others, such as tool
+output, are skipped.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,7 @@ class _Groups:
     size: torch.Tensor
     mean: torch.Tensor
     flat: torch.Tensor
-    """[N] bool: True if the rewards in the row's group are all equal."""
+    """[N] bool: all rewards of the row's group are equal."""
 
     @classmethod
     def of(cls, rewards: torch.Tensor, groups: torch.Tensor) -> _Groups:
@@ -130,8 +133,8 @@ def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
 
 
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
-    """Subtract the group mean (Dr. GRPO). With `normalize_std`, divide by the group's standard deviation (GRPO); groups whose rewards
-    before KL (`before_kl` [N]) are equal then get 0, since the division would magnify small KL differences."""
+    """Subtract the group mean (Dr. GRPO). With `normalize_std`, also divide by the group's standard deviation (GRPO). A group whose rewards
+    without KL (`before_kl` [N]) are equal then gets 0: the division would magnify small KL differences."""
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
         of = replace(of, flat=_Groups.of(before_kl, groups).flat)
@@ -143,8 +146,7 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Discounted return of each turn: its reward plus the discounted rewards of later turns in the row. Entries are sorted by row, then by
-    time."""
+    """Return each turn's reward plus the discounted rewards of the row's later turns. Turns are sorted by row, then by time."""
     returns = rewards.double().clone()
     for turn in range(len(returns) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:
@@ -157,13 +159,13 @@ def minus_group_mean(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tenso
 
 
 def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Subtract the mean reward of the group's other samples."""
+    """Subtract the mean reward of the other samples in the group."""
     of = _Groups.of(rewards, groups)
     return of.advantages((of.rewards - of.mean) * of.size / (of.size - 1).clamp(min=1))
 
 
 def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor) -> torch.Tensor:
-    """Subtract the group's mean reward, weighted by response length. Groups of empty responses get 0."""
+    """Subtract the group's mean reward, in which a sample's weight is its number of policy tokens. A group without policy tokens gets 0."""
     of = _Groups.of(rewards, groups)
     lengths = policy_tokens.double()
     total = _sum_of_group(lengths, of.member)
@@ -174,9 +176,9 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute (reward - group mean) * n / m for n samples, m of them in groups with unequal rewards: groups with equal rewards would
-    otherwise shrink the gradient. before_kl [N]: rewards without KL, which decide if a group's rewards are equal. trains [N] bool: samples
-    to count; None: all."""
+    """Subtract the group mean, and multiply by n / m: of n samples, m are in groups with unequal rewards. Otherwise groups with equal
+    rewards would shrink the gradient. before_kl [N]: rewards without KL, which decide if a group's rewards are equal. trains [N]
+    bool: samples to count; None: all."""
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
     counted = torch.ones_like(spread) if trains is None else trains
@@ -184,7 +186,7 @@ def gpg(
 
 
 def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:
-    """Subtract the score of the prompt's greedy response."""
+    """Subtract the score of the greedy response to the prompt."""
     return rewards.double() - baseline_scores.double()
 
 
@@ -194,7 +196,7 @@ def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:
 
 
 def merged_moments(parts: torch.Tensor) -> torch.Tensor:
-    """Merge rows (count, sum, squared deviations), [N, 3] -> [3]."""
+    """Merge moments, [N, 3] -> [3]."""
     counts, sums, squares = parts.unbind(1)
     count, total = counts.sum(), sums.sum()
     shifts = torch.where(counts > 0, sums / counts.clamp(min=1), 0.0) - total / count.clamp(min=1)
@@ -211,7 +213,7 @@ def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor, whitening: White
 
 
 def whiten_samples(advantages: torch.Tensor, policy_tokens: torch.Tensor, whitening: Whitening) -> torch.Tensor:
-    """Whiten the samples' advantages [B], weighting a sample by its policy tokens."""
+    """Whiten the samples' advantages [B]. A sample's weight is its number of policy tokens."""
     exact, counts = advantages.double(), policy_tokens.double()
     mean, scale = whitening(torch.stack([counts, counts * exact, torch.zeros_like(exact)], dim=1))
     return (exact - mean) * scale

@@ -167,7 +167,7 @@ def _change_user(user: int = NOBODY) -> None:
 
 
 def _as_nobody() -> None:
-    """Switch to user NOBODY, then enter a new user namespace in which only NOBODY exists."""
+    """Become user NOBODY in a new user namespace without other users."""
     _change_user()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | OTHERS)

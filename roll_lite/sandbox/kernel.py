@@ -60,8 +60,8 @@ def memory_file(content: bytes = b"") -> int:
 
 
 KILL, PAUSE, RESUME = b" ", b"\t", b"\n"
-"""One-byte orders to kill, pause or resume the running program. White space, which the reader of requests skips if orders come after
-the program's end."""
+"""One-byte orders: kill, pause or resume the running program. They are white space: the reader of requests skips orders that arrive
+after its end."""
 OUT_OF_TIME = int(signal.SIGPROF)
 
 
