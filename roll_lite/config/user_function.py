@@ -76,8 +76,10 @@ def _find(name: str, or_class: bool) -> Callable[..., Any]:
         raise ValueError("a function of your own is a dotted path, package.module.function")
     here = search_current_folder()
     try:
-        with redirect_stdout(sys.stderr):  # `roll-lite check` prints YAML
-            module = importlib.import_module(module_name)
+        module = sys.modules.get(module_name)
+        if module is None:
+            with redirect_stdout(sys.stderr):  # `roll-lite check` prints YAML
+                module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         absent = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
         if absent and f"{module_name}.".startswith(f"{absent}."):
