@@ -22,6 +22,10 @@ def take_peaks() -> dict[str, int]:
     return peaks
 
 
+def larger(known: Mapping[str, int], found: Mapping[str, int]) -> dict[str, int]:
+    return {**known, **{kind: max(size, known.get(kind, 0)) for kind, size in found.items()}}
+
+
 class MemoryPeaks:
     """Memory peaks by phase: maxima over runs and processes."""
 
@@ -30,8 +34,7 @@ class MemoryPeaks:
 
     def add(self, phase: str, found: Mapping[str, int]) -> None:
         if found:
-            own = self._largest.setdefault(phase, {})
-            own |= {kind: max(size, own.get(kind, 0)) for kind, size in found.items()}
+            self._largest[phase] = larger(self._largest.get(phase, {}), found)
 
     def merge(self, other: PeaksByPhase) -> None:
         for phase, found in other.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from roll_lite.observability.device_memory import take_peaks
+from roll_lite.observability.device_memory import larger, take_peaks
 
 PEAK_TFLOPS = {
     "A100": 312.0,
@@ -84,8 +84,7 @@ class RankPhases:
         finally:
             work.runs.append((since, time.perf_counter() - start))
             work.seconds += work.runs[-1][1]
-            memory = {"resident": psutil.Process().memory_info().rss, **take_peaks()}
-            work.memory = {kind: max(size, work.memory.get(kind, 0)) for kind, size in memory.items()}
+            work.memory = larger(work.memory, {"resident": psutil.Process().memory_info().rss, **take_peaks()})
 
     @contextmanager
     def explained(self, phase: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from ray.exceptions import RayError
 
+from roll_lite.config.checks.scoring_models import JUDGE
 from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.failures import MemberLost, cause_of
@@ -96,7 +97,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         self._seconds_per_sample: float | None = None
         self._lost_in_a_row = 0
         rewards: list[RewardConfig | RewardTermConfig] = [config, *config.terms]
-        asking = [one.args.get("server") for one in rewards if one.name == "judge"]
+        asking = [one.args.get("server") for one in rewards if one.name == JUDGE]
         self._judges = [f"judges.{server}" for server in dict.fromkeys(asking) if server is not None]
         members = [PooledWorker(config, self._path) for _ in range(config.workers)]
         super().__init__(f"{self._path}.workers", members, Policy(config.start_timeout_s, path=self._path))
