@@ -23,6 +23,7 @@ from roll_lite.environments.tool_calls import split_thoughts
 from roll_lite.sandbox import kernel
 
 READ_SECONDS = 2.0
+LOOK_SECONDS = 0.1
 OUTPUT_BYTES = 2**16
 """Maximum bytes kept of an agent program's output: the last ones."""
 
@@ -227,33 +228,34 @@ def command_agent(command: Sequence[str]) -> Agent:
             preexec_fn=lambda: kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL),  # ends with this process
         )
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        reading = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr)]
+        printed, told = bytearray(), bytearray()
+        reading = [asyncio.create_task(_read(*one)) for one in ((process.stdout, printed), (process.stderr, told))]
+        ended = asyncio.create_task(process.wait())
         try:
             try:
                 with suppress(BrokenPipeError, ConnectionResetError):  # the program need not read the task
                     process.stdin.write(json.dumps(asdict(task), default=str).encode())
                     await process.stdin.drain()
                     process.stdin.close()
-                code = await process.wait()
+                while process.returncode is None:  # Python before 3.12.4 waits for children that hold the pipes too
+                    await asyncio.wait([ended], timeout=LOOK_SECONDS)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             await asyncio.wait(reading, timeout=READ_SECONDS)  # a child in another session may hold the pipes
-            output, errors = (one.result() if one.done() else "" for one in reading)
         finally:
-            for one in reading:
+            for one in (*reading, ended):
                 one.cancel()
             process._transport.close()  # type: ignore[attr-defined]  # else pipes that such a child holds stay open
-        if code:
-            told = (errors.strip() or output.strip()).splitlines()[-3:]
-            raise RuntimeError(f"{command[0]} ended with code {code}: {' | '.join(told)}")
-        return output.strip().rpartition("\n")[2] or None
+        output, errors = (bytes(one).decode(errors="replace").strip() for one in (printed, told))
+        if code := process.returncode:
+            raise RuntimeError(f"{command[0]} ended with code {code}: {' | '.join((errors or output).splitlines()[-3:])}")
+        return output.rpartition("\n")[2] or None
 
     return run
 
 
-async def _end_of(stream: asyncio.StreamReader) -> str:
-    kept = b""
+async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
     while block := await stream.read(OUTPUT_BYTES):
-        kept = (kept + block)[-OUTPUT_BYTES:]
-    return kept.decode(errors="replace")
+        kept += block
+        del kept[:-OUTPUT_BYTES]

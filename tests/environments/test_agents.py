@@ -114,6 +114,13 @@ async def test_what_a_program_did_wrong_is_the_cause(rest: str, cause: str, tmp_
     assert isinstance(end, Failed) and cause in end.cause
 
 
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 async def test_a_program_that_never_ends_is_killed_with_its_children(tmp_path: Path) -> None:
     rest = """
 import subprocess, time
@@ -126,7 +133,7 @@ time.sleep(600)
     assert isinstance(end, Failed) and "longer than 3 s" in end.cause
     pids = [int(pid) for pid in (tmp_path / "agent.py.pids").read_text().split()]
     deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while any(map(runs, pids)):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
 
@@ -147,7 +154,22 @@ ask(task["messages"])
     try:
         assert isinstance(end, Failed), end
         await asyncio.sleep(0.2)
-        assert not [task for task in asyncio.all_tasks() if "_end_of" in repr(task)] and pipes() <= before
+        assert not [task for task in asyncio.all_tasks() if "_read" in repr(task)] and pipes() <= before
+    finally:
+        psutil.Process(int((tmp_path / "agent.py.pid").read_text())).kill()
+
+
+async def test_a_program_that_leaves_a_daemon_has_ended(tmp_path: Path) -> None:
+    rest = """
+import subprocess
+daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
+open(sys.argv[0] + ".pid", "w").write(str(daemon.pid))
+ask(task["messages"])
+print(0.5)
+"""
+    try:
+        _, end = await played(program(tmp_path, rest), "3", turn_timeout_s=30.0)
+        assert isinstance(end, Ended) and end.record.rewards == (0.5,), end
     finally:
         psutil.Process(int((tmp_path / "agent.py.pid").read_text())).kill()
 

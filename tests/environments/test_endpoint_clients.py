@@ -43,6 +43,21 @@ def turns(reasoning: str | None = None) -> list[dict[str, Any]]:
     return [message, {"role": "tool", "content": "Sunny in Paris.", "tool_call_id": "call00001", "name": "weather"}]
 
 
+async def test_replies_have_every_field_of_the_clients_types() -> None:
+    """Clients fill in nothing, and check nothing themselves."""
+    openai = pytest.importorskip("openai")
+    types, session = openai.types, ScriptedSession(*[says("I look.", call(), reasoning="Hm.") for _ in range(2)], says(" It is sunny."))
+    async with serving(session) as (server, key), openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key) as client:
+        for kind, body in {
+            types.responses.Response: (await client.responses.with_raw_response.create(model="m", input=TASK)).text,
+            types.chat.ChatCompletion: (
+                await client.chat.completions.with_raw_response.create(model="m", messages=[{"role": "user", "content": TASK}])
+            ).text,
+            types.Completion: (await client.completions.with_raw_response.create(model="m", prompt=TASK)).text,
+        }.items():
+            kind.model_validate_json(body)
+
+
 @pytest.mark.parametrize("thinks", [False, True])
 @pytest.mark.parametrize("streams", [False, True])
 async def test_anthropic(streams: bool, thinks: bool) -> None:

@@ -148,7 +148,7 @@ class Responses(ApiRequest):
             "tools": [{"type": "function", **tool.model_dump()} for tool in self.tools or ()],
             "usage": {
                 "input_tokens": reply.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": reply.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": reply.prompt_tokens + reply.completion_tokens,
