@@ -75,7 +75,7 @@ class Recovery:
         self.service_is_lost = False
         """True until a restarted service has `source_state`."""
         self._rewinds = False
-        self._validation: int | None = None
+        self.lost_validation: int | None = None
         """Step whose validation was lost with the rollout service and starts again."""
 
     def begin(self, state: dict[str, Any]) -> None:
@@ -200,15 +200,15 @@ class Recovery:
             self._source.restart(self.source_state)
         self._journal.ledger.start(pipeline.steps_done, pipeline.version, again=True)
         forgotten = pipeline.validation.forget()
-        self._validation = self._validation if forgotten is None else forgotten
+        self.lost_validation = self.lost_validation if forgotten is None else forgotten
         if self._rewinds:
             self._journal.go_back(pipeline.steps_done)
-        if self._validation is not None and self._validation <= pipeline.steps_done:  # otherwise its step is repeated
-            pipeline.validate(self._validation)
-        if self._rewinds and pipeline.validation_is_due and self._validation != pipeline.steps_done:
+        if self.lost_validation is not None and self.lost_validation <= pipeline.steps_done:  # otherwise its step is repeated
+            pipeline.validate(self.lost_validation)
+        if self._rewinds and pipeline.validation_is_due and self.lost_validation != pipeline.steps_done:
             pipeline.validate()
         self._rewinds = self.service_is_lost = False
-        self._validation = None
+        self.lost_validation = None
 
 
 def _saved(state: dict[str, Any]) -> dict[str, Any]:

@@ -346,7 +346,8 @@ class RLVRPipeline:
         seconds = WATCHDOG.preempted_for(self.config.checkpoint.on_sigterm_s)
         with WATCHDOG.uninterrupted(), WATCHDOG.limit("checkpoint", seconds, "checkpoint.on_sigterm_s"):
             unfinished, state = b"", self.recovery.source_state
-            reached = {**self.recovery.reached, "validation": self.validation.under_way}
+            under_way, lost = self.validation.under_way, self.recovery.lost_validation
+            reached = {**self.recovery.reached, "validation": lost if under_way is None else under_way}
             if self.config.checkpoint.unfinished and not self.recovery.service_is_lost:
                 with suppress(Exception):  # if this fails, their prompts start again
                     state, unfinished = self.source.unfinished(state, seconds / 4)

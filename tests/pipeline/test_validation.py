@@ -266,9 +266,9 @@ def test_a_checkpoint_knows_the_one_under_way(tmp_path: Path, monkeypatch: pytes
     assert pipeline.state_dict()["validation"] is None
 
 
-@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize(("collects", "is_lost"), [(True, False), (False, False), (True, True)])
 def test_a_preempted_run_saves_its_last_step_with_what_is_under_way_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collects: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collects: bool, is_lost: bool
 ) -> None:
     source, saved = Source(looks=100), list[Any]()
     pipeline = pipeline_of(tmp_path, source, monkeypatch, ASYNC)
@@ -285,7 +285,10 @@ def test_a_preempted_run_saves_its_last_step_with_what_is_under_way_now(
         monkeypatch.setattr(source, name, call, raising=False)
     for name, call in {"save": lambda *given: saved.append(given[1:]), "upload_last": lambda _: None}.items():
         monkeypatch.setattr(pipeline.checkpoints, name, call, raising=False)
-    pipeline.validate(2)
+    if is_lost:  # with the rollout service, which is starting again
+        pipeline.recovery.lost_validation = 2
+    else:
+        pipeline.validate(2)
     monkeypatch.setattr(WATCHDOG, "preempted_at", time.monotonic())
     pipeline.save_before_the_end()
     rollouts = {"batches": 3, "groups": "new" if collects else "old"}
