@@ -139,6 +139,8 @@ class HeadGradients:
             return
         if weight.dtype == torch.float32:
             self._hidden.addmm_(gradient, weight[block])
+        elif self._hidden.is_cuda:  # float32 sums of a bfloat16 product in one kernel; CPUs have none
+            torch.addmm(self._hidden, gradient, weight[block], out_dtype=torch.float32, out=self._hidden)
         else:
             self._hidden.add_(gradient @ weight[block])
 
