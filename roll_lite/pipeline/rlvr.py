@@ -36,6 +36,7 @@ from roll_lite.pipeline.shaping import RewardShaping
 from roll_lite.pipeline.skipped_updates import SkippedUpdates
 from roll_lite.pipeline.sources import BatchSource, Validations
 from roll_lite.pipeline.traces import Traces
+from roll_lite.scheduler.domain import DataExhausted
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.credit import compared_before_training, credit_columns
 from roll_lite.workers.model import CriticWorker, TrainShare, Update
@@ -82,6 +83,7 @@ class RLVRPipeline:
         self.compare_later: Callable[[], None] | None = None
         """Comparison of engines and trainer, run after the update: it may pause the run for the user."""
         self.steps_done = 0
+        self.last_step = config.steps  # earlier if the prompts were used up (data.epochs)
         self.version = 0
         """Weight version of the actor: number of steps that changed its weights."""
 
@@ -105,16 +107,21 @@ class RLVRPipeline:
 
     def train_and_export(self) -> None:
         while True:
-            while self.steps_done < self.config.steps:
-                self.survive(self.recorded_step)
-                self.survive(self.between_steps)
+            while self.steps_done < self.last_step:
+                try:
+                    self.survive(self.recorded_step)
+                except DataExhausted:
+                    self.last_step = self.steps_done
+                    self.journal.console.message(f"no prompts are left (domains.*.data.epochs): the run ends after step {self.last_step}")
+                    self.survive(self.save_and_validate)
+                else:
+                    self.survive(self.between_steps)
             self.recovery.survive(self, self.export_model)
-            if self.steps_done == self.config.steps:  # otherwise a rank was lost, and the run went back to an earlier step
+            if self.steps_done == self.last_step:  # otherwise a rank was lost, and the run went back to an earlier step
                 return
 
     def survive(self, work: Callable[[], None]) -> None:
-        """Call `work`; again after the loss of a rank or the rollout service, or when the user accepts that engines and trainer differ
-        (`rollout.on_mismatch: pause`)."""
+        """Call `work`; again after the loss of a rank or the rollout service, or when the user accepts that engines and trainer differ."""
         while True:
             try:
                 return self.recovery.survive(self, work)
@@ -179,7 +186,7 @@ class RLVRPipeline:
 
     @phase("generate")
     def generate(self) -> Batch:
-        """Wait for the next batch, from the rollout service or a dump. Tokens stay in the object store."""
+        """Wait for the next batch. Tokens stay in the object store."""
         step = self.steps_done + 1
         self.early.forget()
         rollouts = self.recovery.batch(step, lambda: self.source.next_batch(step, self.early.poll))
@@ -285,7 +292,10 @@ class RLVRPipeline:
         self.look_at_checkpoint()
         self.look_at_validation()
         self.skipped.check()
-        saves = self.due(self.config.checkpoint.every) or (self.config.checkpoint.every > 0 and self.steps_done == self.config.steps)
+        self.save_and_validate()
+
+    def save_and_validate(self) -> None:
+        saves = self.due(self.config.checkpoint.every) or (self.config.checkpoint.every > 0 and self.steps_done == self.last_step)
         self.compare_replicas(saves)
         if saves:
             self.save_checkpoint()
@@ -293,6 +303,9 @@ class RLVRPipeline:
             self.copy_state()
         if self.validation_is_due:
             self.validate()
+        if self.steps_done == self.last_step:
+            with self.timers.phase("validation"):
+                self.validation.finish(self.version)
 
     @phase("validation")
     def validate(self, step: int | None = None) -> None:
@@ -394,7 +407,7 @@ class RLVRPipeline:
 
     @property
     def validation_is_due(self) -> bool:
-        return validation_is_due(self.config, self.steps_done)
+        return self.steps_done == self.last_step or validation_is_due(self.config, self.steps_done)
 
     def wanted(self) -> list[tuple[Model[Any], list[str]]]:
         return [(model, columns) for model in self.models.all if (columns := self.wanted_of(model))]

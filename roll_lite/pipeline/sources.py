@@ -23,6 +23,7 @@ from roll_lite.pipeline.clusters import Engines, states
 from roll_lite.pipeline.engine_restarts import EngineRestarts
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.weights import WeightSync
+from roll_lite.scheduler.domain import DataExhausted
 from roll_lite.scheduler.stats import Progress, RolloutStats
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.judge import JudgeAddress, JudgeWorker
@@ -112,7 +113,7 @@ class LiveRollouts(BatchSource):
     journal: Journal
     weights: WeightSync | None = None
     """Sends weights to the engines; None in a run that does not train."""
-    _batch: Pending[RolloutBatch] | None = None
+    _batch: Pending[RolloutBatch | None] | None = None
     """Pending call for the next batch. It continues while training ranks are replaced."""
     _addresses: dict[str, list[JudgeAddress]] = field(default_factory=dict)
     _restarts: RestartBudget = field(default_factory=RestartBudget)
@@ -188,6 +189,8 @@ class LiveRollouts(BatchSource):
                     self.end_ledger()
             raise
         self._batch = None
+        if batch is None:
+            raise DataExhausted
         self.journal.ledger.append(batch.ledger)
         self.journal.pools_worked(batch.work, batch.memory)
         self.restarts.tell_losses()

@@ -130,10 +130,7 @@ class RolloutService:
         admission.plan.size = prompts
         at_end = all(one.exhausted and not one.running and not one.finished for one in self._schedulers.values())
         if admission.drop_exhausted() and (at_end or not admission.plan.ahead):
-            raise DataExhausted(
-                f"every domain has been through its epochs (domains.*.data.epochs) after {admission.handed_out} batches: use as many "
-                "steps, or more epochs"
-            )
+            raise DataExhausted(f"no domain has prompts left after {admission.handed_out} batches (domains.*.data.epochs)")
         quota = admission.plan.next_quota()
         wanted = {name: (count, self._domains[name].group_size) for name, count in quota.items()}
         self._progress = lambda: self._recorder.progress(wanted)

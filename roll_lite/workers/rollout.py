@@ -30,7 +30,7 @@ from roll_lite.distributed.worker import AsyncWorker, freeze_heap
 from roll_lite.observability.device_memory import PeaksByPhase
 from roll_lite.observability.timers import POOL_WORK, Span
 from roll_lite.rewards.base import CANNED_RESPONSE, RewardFailed
-from roll_lite.scheduler.domain import Domain
+from roll_lite.scheduler.domain import DataExhausted, Domain
 from roll_lite.scheduler.filters import filter_of
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.router import Router
@@ -269,9 +269,12 @@ class RolloutWorker(AsyncWorker):
         rendering = [pool.note for pool in self._environments.values() if pool.note]
         return [*self._data_notes, *(f"domains.{name}.reward: {note}" for name, note in pools if note), *rendering]
 
-    async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
-        """Return a batch of `prompts` prompts: rows of accepted samples, with references to their tokens."""
-        result = await self._service.next_batch(prompts)
+    async def next_batch(self, prompts: int, step: int) -> RolloutBatch | None:
+        """Return a batch of `prompts` prompts: rows of accepted samples, with references to their tokens. None: no prompts are left."""
+        try:
+            result = await self._service.next_batch(prompts)
+        except DataExhausted:
+            return None
         state = self._service.state_dict()
         await self._reward_models_rest()
         trainable = accepted(result.groups)

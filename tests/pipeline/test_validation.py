@@ -22,6 +22,7 @@ from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.clusters import Models
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.rlvr import RLVRPipeline
+from roll_lite.scheduler.domain import DataExhausted
 from roll_lite.scheduler.stats import DomainStats, RolloutStats
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -255,6 +256,28 @@ def test_one_of_an_earlier_step_that_a_loss_interrupts_runs_once(tmp_path: Path,
     pipeline.validate(2)
     assert source.story == ["begin 2", *(["begin 2"] if lost == "service" else []), "end 2"]
     assert [step for step, *_ in told(tmp_path)] == [2]
+
+
+@pytest.mark.parametrize("overrides", [[], [ASYNC]])
+@pytest.mark.parametrize(("last", "held_out"), [(2, [0, 2]), (3, [0, 2, 3]), (0, [0])])
+def test_a_run_without_further_prompts_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, held_out: list[int], overrides: list[str]
+) -> None:
+    pipeline, saved = pipeline_of(tmp_path, Source(looks=9), monkeypatch, "checkpoint.every=2", *overrides), list[int]()
+    exported = list[int]()
+    step = RLVRPipeline.step
+
+    def until_exhausted(self: RLVRPipeline) -> None:
+        if self.steps_done == last:
+            raise DataExhausted
+        step(self)
+
+    monkeypatch.setattr(RLVRPipeline, "step", until_exhausted)
+    monkeypatch.setattr(pipeline, "export_model", lambda: exported.append(pipeline.steps_done))
+    monkeypatch.setattr(pipeline, "compare_replicas", lambda _: None)
+    monkeypatch.setattr(pipeline, "save_checkpoint", lambda: saved.append(pipeline.steps_done))
+    pipeline.run()
+    assert exported == [last] and saved[-1] == last and [step for step, *_ in told(tmp_path)] == held_out
 
 
 def test_a_checkpoint_knows_the_one_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
