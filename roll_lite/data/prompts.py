@@ -256,8 +256,7 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. ValueError if its number of prompts, seed or domain differs, or if it mixed several files by shares;
-        prompts are not compared."""
+        """Continue from a saved state. ValueError if its number of prompts, seed or domain differs, or if it mixed files by shares."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"

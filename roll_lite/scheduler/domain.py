@@ -66,9 +66,11 @@ class Domain:
 class _PromptToStart:
     row: tuple[int, int]
     group: int | None = None
-    """Number of the prompt's group in the resumed checkpoint."""
+    """The prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
-    """Number of batches requested at the admission of `group`."""
+    """Batches requested at the admission of `group`."""
+    digest: int | None = None
+    """Digest of `group`'s prompt; None in older checkpoints."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -77,7 +79,8 @@ class _Live:
     number: int
     prompt: _PromptToStart
     batches_requested: int
-    """Number of batches requested at the group's admission; its staleness counts from here."""
+    """Batches requested at the group's admission; its staleness counts from here."""
+    digest: int
     tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
@@ -120,12 +123,12 @@ class DomainScheduler:
         self._ledger: list[dict[str, Any]] = []
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
-        """Loss cause of each recent group, None if not lost; stale groups are not recorded."""
+        """Loss cause of each recent group, None if not lost; without stale groups."""
         self._given_up = 0
         """Filtered groups not replaced, since the batch's tries were used up (`when_short: continue`)."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Running group that the current batch waits for: it is too old for the next batch."""
+        """Running group that the current batch waits for: it is too old for the next."""
 
     @property
     def running(self) -> int:
@@ -169,13 +172,13 @@ class DomainScheduler:
         self.epoch = max(self.epoch, prompt.row[0])
         if prompt.saved and prompt.batches_requested is not None:
             batches_requested = prompt.batches_requested
-        live = _Live(self._group_numbers(), prompt, batches_requested)
+        epoch, index = prompt.row
+        row = self._domain.prompts[index]
+        live = _Live(self._group_numbers(), prompt, batches_requested, row.digest)
         self._running[live.number] = live
         self._recorder.domains[self.name].admitted += 1
         if prompt.group is not None:
             self._taken_up[prompt.group] = live.number
-        epoch, index = live.row
-        row = self._domain.prompts[index]
         samplings = [self._domain.sampling] * self._domain.samples_per_prompt
         if self._domain.greedy_baseline:
             samplings.append(greedy(self._domain.sampling))
@@ -247,9 +250,9 @@ class DomainScheduler:
             )
 
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
-        """Return `count` groups for the current batch in order of admission; None if they are not ready.
+        """Return `count` groups for the current batch in order of admission; None if not ready.
 
-        The batch waits for running groups admitted before `minimum_admission_batch`: they would be too old for the next one, and
+        The batch waits for running groups admitted before `minimum_admission_batch`: they would be too old for the next, and
         dropping slow groups would favour short responses.
         """
         if self._waits_for is not None and self._waits_for in self._running:
@@ -330,20 +333,26 @@ class DomainScheduler:
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self, undo: bool) -> dict[str, Any]:
-        live = [(one.row, one.number, one.batches_requested) for one in sorted(self._undelivered(undo), key=lambda live: live.number)]
-        put_back = [(one.row, one.group, one.batches_requested) for one in self._put_back]
-        unfinished = [{"row": row, "group": group, "asked": requested} for row, group, requested in [*live, *put_back]]
+        undelivered = sorted(self._undelivered(undo), key=lambda live: live.number)
+        live = [(one.row, one.number, one.batches_requested, one.digest) for one in undelivered]
+        put_back = [(one.row, one.group, one.batches_requested, one.digest) for one in self._put_back]
+        unfinished = [dict(zip(("row", "group", "asked", "digest"), one, strict=True)) for one in [*live, *put_back]]
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
-    def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
-        """Restore the state and queue undelivered groups. Groups admitted at `minimum_admission_batch` or later continue from `saved`
-        samples, others from the prompt."""
+    def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> list[int]:
+        """Restore the state and queue undelivered groups. Groups admitted at `minimum_admission_batch` or later, with unchanged
+        rows, continue from `saved` samples, others from the prompt. Return those with changed rows."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
+        changed = []
         for one in state["unfinished"]:
             samples = saved.get(one["group"], {}) if one["asked"] is not None and one["asked"] >= minimum_admission_batch else {}
-            epoch, index = one["row"]
-            self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], samples))
+            (epoch, index), digest = one["row"], one.get("digest")
+            if samples and digest not in (None, self._domain.prompts[index].digest):
+                changed.append(one["group"])
+                samples = {}
+            self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], digest, samples))
+        return changed
 
     def reached(self, number: int) -> dict[int, Unfinished]:
         """Return {index in the group: state} of undelivered group `number`, for a checkpoint."""

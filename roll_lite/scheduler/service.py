@@ -274,14 +274,16 @@ class RolloutService:
                     found[number] = samples
         return found
 
-    def load_state_dict(self, state: dict[str, Any], saved: SavedGroups = NONE_SAVED) -> None:
+    def load_state_dict(self, state: dict[str, Any], saved: SavedGroups = NONE_SAVED) -> dict[str, list[int]]:
+        """Return {domain: saved groups with changed rows}."""
         self._next_group = state["next_group"]
         self._ledger = list(state["ledger"])
         self._totals.load_state_dict(state)
-        for name, domain in state["domains"].items():
-            if name in self._schedulers:
-                self._schedulers[name].load_state_dict(domain, saved, state["batches"] + 1 - self._supply.max_staleness)
+        oldest = state["batches"] + 1 - self._supply.max_staleness
+        known = {name: domain for name, domain in state["domains"].items() if name in self._schedulers}
+        changed = {name: self._schedulers[name].load_state_dict(domain, saved, oldest) for name, domain in known.items()}
         self._admission.load_state_dict(state)
+        return changed
 
 
 def _held_out(domain: str) -> str:

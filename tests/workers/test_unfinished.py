@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from scheduler_support import TimedReward, make_domain, make_service, tokens_of
+from scheduler_support import Prompts, TimedReward, make_domain, make_service, tokens_of
 from support_scripted import Response, ScriptedEngine
 
 from roll_lite.data.proto import DataProto
@@ -36,6 +37,7 @@ from roll_lite.scheduler.service import RolloutResult, RolloutService
 from roll_lite.scheduler.supply import Asynchronous, Supply, Synchronous
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, SavedTurn, Unfinished
 from roll_lite.simulator.clock import run_virtual
+from roll_lite.workers.rollout import RolloutWorker
 from roll_lite.workers.token_blocks import KEPT_IDS, TokenRecord, token_block
 from roll_lite.workers.unfinished import from_file, to_file
 
@@ -177,6 +179,51 @@ def test_samples_of_groups_that_became_too_old_are_not_used() -> None:
     result, asked, _ = resumed(state, saved)
     assert not any(request.resumed_tokens for request in asked)
     assert [group.samples[0].id.prompt_uid for group in result.groups] == [one["row"][1] for one in state["domains"]["a"]["unfinished"]]
+
+
+class ChangedRow(Prompts):
+    """One row differs from that of the saved samples."""
+
+    def __init__(self, uid: int, **change: Any) -> None:
+        super().__init__("a", 0, 1000)
+        self.uid, self.change = uid, change
+
+    def __getitem__(self, index: int, /) -> Prompt:
+        return replace(super().__getitem__(index), **(self.change if index == self.uid else {}))
+
+
+@pytest.mark.parametrize("change", [{"answer": "9"}, {"columns": {"level": 2}}, {"token_ids": (0, 9, 9, 9)}])
+def test_a_prompt_whose_row_has_changed_starts_again_and_others_continue(change: dict[str, Any]) -> None:
+    state, saved = stopped_after(10.0)
+    rows = [one["row"][1] for one in state["domains"]["a"]["unfinished"]]
+
+    async def main() -> tuple[RolloutResult, list[GenerationRequest], list[str]]:
+        domain = replace(make_domain("a", samples=2), prompts=ChangedRow(rows[0], **change))
+        service, _, engines = make_service([domain], [script], supply=ASYNCHRONOUS, batches=9)
+        asked = requests_to(engines[0])
+        worker: Any = object.__new__(RolloutWorker)
+        worker._service, worker._columns = service, ()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("roll_lite.workers.rollout.from_file", lambda *_: saved)
+            told = await worker.load_state_dict(state, b"some")
+        return await service.next_batch(2), asked, told
+
+    result, asked, told = run_virtual(main())
+    assert [group.samples[0].id.prompt_uid for group in result.groups] == rows
+    assert {request.request_id.split("/")[1] for request in asked if request.resumed_tokens} == {str(rows[1])}
+    assert all(tokens_of(sample)[:PROMPT] == list(sample.prompt.token_ids) for group in result.groups for sample in group.samples)
+    assert told == [
+        "2 samples that were under way continue with their tokens",
+        "domains.a.data.train: rows of 1 prompts under way changed since the checkpoint; these start again",
+    ]
+
+
+def test_samples_of_a_checkpoint_without_digests_continue() -> None:
+    state, saved = stopped_after(10.0)
+    for one in state["domains"]["a"]["unfinished"]:
+        del one["digest"]
+    _, asked, _ = resumed(state, saved)
+    assert sum(request.resumed_tokens > 0 for request in asked) == 2
 
 
 def test_samples_are_saved_again_before_and_after_their_group_is_taken_up() -> None:
