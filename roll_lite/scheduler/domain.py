@@ -161,7 +161,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ admission
 
     def admit(self, batches_requested: int, replaces: bool = False) -> bool:
-        """Start the next prompt; False if none is left. `replaces`: it is one of `owed`."""
+        """Start the next prompt; False if none is left. `replaces`: one of `owed`."""
         if replaces:
             self.owed -= 1
         else:
@@ -280,8 +280,13 @@ class DomainScheduler:
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, batches_requested: int, max_staleness: int) -> None:
-        """End groups too old for the next batch (already counted in `batches_requested`); put their prompts first in the queue."""
-        stale = [live for live in self._groups if live.batches_requested < batches_requested - max_staleness]
+        """End groups and drop saved samples too old for the next batch (counted in `batches_requested`); put the groups' prompts first in
+        the queue."""
+        oldest = batches_requested - max_staleness
+        for place, waiting in enumerate(self._put_back):
+            if waiting.batches_requested is not None and waiting.batches_requested < oldest:
+                self._put_back[place] = replace(waiting, saved={})
+        stale = [live for live in self._groups if live.batches_requested < oldest]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones
                 del self._finished[live.number]
@@ -318,7 +323,7 @@ class DomainScheduler:
         return [*self._running.values(), *self._finished.values()]
 
     def take_ledger(self) -> list[dict[str, Any]]:
-        """Close the batch being handed out: remember its groups, and return the ledger lines since the last batch."""
+        """Close the batch being handed out: remember its groups, return the ledger lines since the last."""
         self._delivered, self._taken = self._taken, {}
         lines, self._ledger = self._ledger, []
         return lines

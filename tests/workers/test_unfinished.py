@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from scheduler_support import Prompts, TimedReward, make_domain, make_service, tokens_of
+from scheduler_support import Prompts, TimedReward, by_tokens, make_domain, make_service, tokens_of
 from support_scripted import Response, ScriptedEngine
 
 from roll_lite.data.proto import DataProto
@@ -34,7 +34,7 @@ from roll_lite.data.samples import (
 )
 from roll_lite.scheduler.runner import Conversation, Episode
 from roll_lite.scheduler.service import RolloutResult, RolloutService
-from roll_lite.scheduler.supply import Asynchronous, Supply, Synchronous
+from roll_lite.scheduler.supply import Asynchronous, OneStepOff, Supply, Synchronous
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, SavedTurn, Unfinished
 from roll_lite.simulator.clock import run_virtual
 from roll_lite.workers.rollout import RolloutWorker
@@ -179,6 +179,34 @@ def test_samples_of_groups_that_became_too_old_are_not_used() -> None:
     result, asked, _ = resumed(state, saved)
     assert not any(request.resumed_tokens for request in asked)
     assert [group.samples[0].id.prompt_uid for group in result.groups] == [one["row"][1] for one in state["domains"]["a"]["unfinished"]]
+
+
+@pytest.mark.parametrize("supply", [OneStepOff(1), ASYNCHRONOUS], ids=str)
+def test_saved_samples_that_wait_longer_since_shares_changed_do_not_get_too_old(supply: Supply) -> None:
+    """Four groups of each domain are saved; the resumed run's batches have one of `a`."""
+
+    async def run(share: float, batches: int, state: dict[str, Any] | None, saved: SavedGroups) -> Any:
+        domains = [make_domain("a", samples=1), make_domain("b", 1, share=share, samples=1)]
+        service, _, _ = make_service(domains, [by_tokens(20)], supply=supply)
+        if state is not None:
+            service.load_state_dict(state, saved)
+        ages: list[int] = []
+        for number in range(batches):
+            service.set_version(number)
+            result = await service.next_batch(8)
+            ages += [service._admission.handed_out - line["asked"] for line in result.ledger if line.get("end") == "delivered"]
+            await asyncio.sleep(1.0)
+        state = state_of(service)
+        saved = saved_by(service, state)
+        service.close()
+        return ages, state, saved
+
+    async def main() -> tuple[list[int], int]:
+        _, state, saved = await run(1.0, 2, None, {})
+        return (await run(7.0, 6, state, saved))[0], len(saved)
+
+    ages, continued = run_virtual(main())
+    assert continued == 8 and len(ages) == 6 * 8 and set(ages) <= {0, 1}
 
 
 class ChangedRow(Prompts):
