@@ -104,7 +104,6 @@ class DomainScheduler:
         left_out: Callable[[SampleGroup], None] = lambda group: None,
     ) -> None:
         self.name = domain.name
-        self.epoch = 0
         self.owed = 0
         """Replacements to start for lost, filtered or stale groups."""
         self._domain = domain
@@ -133,6 +132,10 @@ class DomainScheduler:
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def epoch(self) -> int:
+        return self._domain.order.epoch
 
     @property
     def finished(self) -> int:
@@ -169,7 +172,6 @@ class DomainScheduler:
         if self.exhausted:
             return False
         prompt = self._put_back.popleft() if self._put_back else _PromptToStart(self._domain.order.next())
-        self.epoch = max(self.epoch, prompt.row[0])
         if prompt.saved and prompt.batches_requested is not None:
             batches_requested = prompt.batches_requested
         epoch, index = prompt.row

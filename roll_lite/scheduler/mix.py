@@ -170,6 +170,10 @@ class MixedOrder:
         self._mix = DomainMix(dict(zip(self._orders, shares, strict=True)))
 
     @property
+    def epoch(self) -> int:
+        return max(order.epoch for order in self._orders.values())
+
+    @property
     def next_epoch(self) -> int:
         return min(order.next_epoch for order in self._orders.values())
 
