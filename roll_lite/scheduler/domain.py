@@ -115,7 +115,7 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._taken: dict[int, _Live] = {}
         self._delivered: dict[int, _Live] = {}
-        """Groups of the last batch, whose step may be undone until the next batch is requested."""
+        """Groups of the last batch, whose step may be undone until the next is requested."""
         self._put_back: deque[_PromptToStart] = deque()
         self._taken_up: dict[int, int] = {}
         """{group number in the resumed checkpoint: number of the group that continues it}."""
@@ -385,7 +385,7 @@ def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Mark the group's accepted samples, not its greedy baseline, with `outcome` and failure `cause`."""
+    """Mark accepted samples, not the greedy baseline, with `outcome` and failure `cause`."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

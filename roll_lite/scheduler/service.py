@@ -28,7 +28,7 @@ class RolloutResult:
 
 
 class RolloutService:
-    """Generates and scores training batches and validations, in a running event loop. Staleness is measured in requested batches."""
+    """Generates and scores training batches and validations, in a running event loop. Staleness counts requested batches."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class RolloutService:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """Wait for a batch of `prompts` groups, divided by the domains' shares; smaller if filter tries or prompts run out."""
+        """Wait for a batch of `prompts` groups in the domains' shares; smaller if filter tries or prompts run out."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission, self._before = self._admission, self._counts()

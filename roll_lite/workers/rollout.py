@@ -243,12 +243,12 @@ class RolloutWorker(AsyncWorker):
             loaded = {split: load_prompts(name, config, split, tokenizer, self._config.domains) for split in given}
             self._data_notes += [f"domains.{name}.data.{split}: {own.counts()}" for split, own in loaded.items() if own.left_out]
             prompts = loaded[given[0]]  # held-out ones, if nothing trains
-            files, seed = config.data.train, self._config.seed
+            files, seed, epochs = config.data.train, self._config.seed, config.data.epochs
             shares = list(files.values()) if isinstance(files, dict) else []
             domain = Domain(
                 name=name,
                 prompts=prompts,
-                order=MixedOrder(prompts.parts, shares, seed, name) if shares else PromptOrder(len(prompts), seed, name),
+                order=MixedOrder(prompts.parts, shares, seed, name, epochs) if shares else PromptOrder(len(prompts), seed, name),
                 sampling=sampling_of(config.sampling, self._config.rollout.keep_mask),
                 samples_per_prompt=config.samples_per_prompt or self._config.rollout.samples_per_prompt,
                 share=config.share,
@@ -257,7 +257,7 @@ class RolloutWorker(AsyncWorker):
                 validation=loaded.get("validation"),
                 greedy_baseline=self._config.algorithm.advantage.name == "remax",
                 filter=filter_of(self._config.rollout.filter),
-                epochs=config.data.epochs,
+                epochs=epochs,
                 least=config.min_prompts,
                 episode=self._environments[name].play if name in self._environments else one_response,
             )
