@@ -230,22 +230,22 @@ class PromptOrder:
         self._count = count
         self._seed = seed
         self._domain = domain
-        self._epoch = 0
+        self.epoch = 0
         self._position = 0
         self._order = self._shuffled(0)
 
     @property
     def next_epoch(self) -> int:
-        return self._epoch + (self._position == self._count)
+        return self.epoch + (self._position == self._count)
 
     def next(self) -> tuple[int, int]:
         if self._position == self._count:
-            self._epoch += 1
+            self.epoch += 1
             self._position = 0
-            self._order = self._shuffled(self._epoch)
+            self._order = self._shuffled(self.epoch)
         index = int(self._order[self._position])
         self._position += 1
-        return self._epoch, index
+        return self.epoch, index
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         # Sorts raw random bits: numpy keeps these equal in all versions, but not permutation().
@@ -253,11 +253,10 @@ class PromptOrder:
         return np.argsort(np.random.PCG64(int.from_bytes(digest)).random_raw(self._count), kind="stable")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
+        return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. ValueError if its number of prompts, seed or domain differs, or if it mixed several files by shares;
-        prompts are not compared."""
+        """Continue from a saved state. ValueError if its number of prompts, seed or domain differs, or if it mixed files by shares."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"
@@ -266,5 +265,5 @@ class PromptOrder:
             if state[name] != mine:
                 told = f"the checkpoint's prompt order has {name} {state[name]!r}, this run has {mine!r}"
                 raise ValueError(f"domain {self._domain}: {told}. {SAME_DATA}")
-        self._epoch, self._position = state["epoch"], state["position"]
-        self._order = self._shuffled(self._epoch)
+        self.epoch, self._position = state["epoch"], state["position"]
+        self._order = self._shuffled(self.epoch)

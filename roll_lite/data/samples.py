@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from roll_lite.data.stable_hash import stable_hash
+
 if TYPE_CHECKING:  # not imported, to keep `roll-lite check` fast
     import numpy as np
 
@@ -46,6 +48,11 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     question: Any = None
+
+    @property
+    def digest(self) -> int:
+        """Hash of what samples depend on."""
+        return stable_hash(repr((self.token_ids, self.answer, self.columns)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +158,9 @@ class Completion:
     """Token ids that truncated sampling kept at each position, if requested."""
     cached_tokens: int = 0
     drafted: int = 0
-    """Number of tokens that speculative decoding drafted; 0 for aborted requests."""
+    """Tokens that speculative decoding drafted; 0 for aborted requests."""
     accepted: int = 0
-    """Number of drafted tokens that became part of the response."""
+    """Drafted tokens that became part of the response."""
     experts: np.ndarray | None = field(default=None, compare=False)
     """int16 [tokens, expert layers * experts per token]: experts of prompt and response tokens, without the unprocessed last token."""
 

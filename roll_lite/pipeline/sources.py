@@ -280,8 +280,8 @@ class LiveRollouts(BatchSource):
         return self.rollouts.one(RolloutWorker.state_dict)
 
     def load_state_dict(self, state: dict[str, Any], unfinished: bytes) -> None:
-        if continued := self.rollouts.one(RolloutWorker.load_state_dict, state, unfinished):
-            self.journal.console.message(f"{continued} samples that were under way continue with their tokens")
+        for message in self.rollouts.one(RolloutWorker.load_state_dict, state, unfinished):
+            self.journal.console.message(message)
 
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> tuple[dict[str, Any], bytes]:
         return self.rollouts.start_one(RolloutWorker.unfinished, state).result(within_s)

@@ -66,9 +66,11 @@ class Domain:
 class _PromptToStart:
     row: tuple[int, int]
     group: int | None = None
-    """Number of the prompt's group in the resumed checkpoint."""
+    """The prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
-    """Number of batches requested at the admission of `group`."""
+    """Batches requested at the admission of `group`."""
+    digest: int | None = None
+    """Digest of `group`'s prompt; None in older checkpoints."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -77,7 +79,8 @@ class _Live:
     number: int
     prompt: _PromptToStart
     batches_requested: int
-    """Number of batches requested at the group's admission; its staleness counts from here."""
+    """Batches requested at the group's admission; its staleness counts from here."""
+    digest: int
     tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
@@ -101,7 +104,6 @@ class DomainScheduler:
         left_out: Callable[[SampleGroup], None] = lambda group: None,
     ) -> None:
         self.name = domain.name
-        self.epoch = 0
         self.owed = 0
         """Replacements to start for lost, filtered or stale groups."""
         self._domain = domain
@@ -113,23 +115,27 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._taken: dict[int, _Live] = {}
         self._delivered: dict[int, _Live] = {}
-        """Groups of the last batch, whose step may be undone until the next batch is requested."""
+        """Groups of the last batch, whose step may be undone until the next is requested."""
         self._put_back: deque[_PromptToStart] = deque()
         self._taken_up: dict[int, int] = {}
         """{group number in the resumed checkpoint: number of the group that continues it}."""
         self._ledger: list[dict[str, Any]] = []
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
-        """Loss cause of each recent group, None if not lost; stale groups are not recorded."""
+        """Loss cause of each recent group, None if not lost; without stale groups."""
         self._given_up = 0
         """Filtered groups not replaced, since the batch's tries were used up (`when_short: continue`)."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Running group that the current batch waits for: it is too old for the next batch."""
+        """Running group that the current batch waits for: it is too old for the next."""
 
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def epoch(self) -> int:
+        return self._domain.order.epoch
 
     @property
     def finished(self) -> int:
@@ -158,7 +164,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ admission
 
     def admit(self, batches_requested: int, replaces: bool = False) -> bool:
-        """Start the next prompt; False if none is left. `replaces`: it is one of `owed`."""
+        """Start the next prompt; False if none is left. `replaces`: one of `owed`."""
         if replaces:
             self.owed -= 1
         else:
@@ -166,16 +172,15 @@ class DomainScheduler:
         if self.exhausted:
             return False
         prompt = self._put_back.popleft() if self._put_back else _PromptToStart(self._domain.order.next())
-        self.epoch = max(self.epoch, prompt.row[0])
         if prompt.saved and prompt.batches_requested is not None:
             batches_requested = prompt.batches_requested
-        live = _Live(self._group_numbers(), prompt, batches_requested)
+        epoch, index = prompt.row
+        row = self._domain.prompts[index]
+        live = _Live(self._group_numbers(), prompt, batches_requested, row.digest)
         self._running[live.number] = live
         self._recorder.domains[self.name].admitted += 1
         if prompt.group is not None:
             self._taken_up[prompt.group] = live.number
-        epoch, index = live.row
-        row = self._domain.prompts[index]
         samplings = [self._domain.sampling] * self._domain.samples_per_prompt
         if self._domain.greedy_baseline:
             samplings.append(greedy(self._domain.sampling))
@@ -247,9 +252,9 @@ class DomainScheduler:
             )
 
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
-        """Return `count` groups for the current batch in order of admission; None if they are not ready.
+        """Return `count` groups for the current batch in order of admission; None if not ready.
 
-        The batch waits for running groups admitted before `minimum_admission_batch`: they would be too old for the next one, and
+        The batch waits for running groups admitted before `minimum_admission_batch`: they would be too old for the next, and
         dropping slow groups would favour short responses.
         """
         if self._waits_for is not None and self._waits_for in self._running:
@@ -277,8 +282,13 @@ class DomainScheduler:
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, batches_requested: int, max_staleness: int) -> None:
-        """End groups too old for the next batch (already counted in `batches_requested`); put their prompts first in the queue."""
-        stale = [live for live in self._groups if live.batches_requested < batches_requested - max_staleness]
+        """End groups and drop saved samples too old for the next batch (counted in `batches_requested`); put the groups' prompts first in
+        the queue."""
+        oldest = batches_requested - max_staleness
+        for place, waiting in enumerate(self._put_back):
+            if waiting.batches_requested is not None and waiting.batches_requested < oldest:
+                self._put_back[place] = replace(waiting, saved={})
+        stale = [live for live in self._groups if live.batches_requested < oldest]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones
                 del self._finished[live.number]
@@ -315,7 +325,7 @@ class DomainScheduler:
         return [*self._running.values(), *self._finished.values()]
 
     def take_ledger(self) -> list[dict[str, Any]]:
-        """Close the batch being handed out: remember its groups, and return the ledger lines since the last batch."""
+        """Close the batch being handed out: remember its groups, return the ledger lines since the last."""
         self._delivered, self._taken = self._taken, {}
         lines, self._ledger = self._ledger, []
         return lines
@@ -330,20 +340,26 @@ class DomainScheduler:
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self, undo: bool) -> dict[str, Any]:
-        live = [(one.row, one.number, one.batches_requested) for one in sorted(self._undelivered(undo), key=lambda live: live.number)]
-        put_back = [(one.row, one.group, one.batches_requested) for one in self._put_back]
-        unfinished = [{"row": row, "group": group, "asked": requested} for row, group, requested in [*live, *put_back]]
+        undelivered = sorted(self._undelivered(undo), key=lambda live: live.number)
+        live = [(one.row, one.number, one.batches_requested, one.digest) for one in undelivered]
+        put_back = [(one.row, one.group, one.batches_requested, one.digest) for one in self._put_back]
+        unfinished = [dict(zip(("row", "group", "asked", "digest"), one, strict=True)) for one in [*live, *put_back]]
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
-    def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
-        """Restore the state and queue undelivered groups. Groups admitted at `minimum_admission_batch` or later continue from `saved`
-        samples, others from the prompt."""
+    def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> list[int]:
+        """Restore the state and queue undelivered groups. Groups admitted at `minimum_admission_batch` or later, with unchanged
+        rows, continue from `saved` samples, others from the prompt. Return those with changed rows."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
+        changed = []
         for one in state["unfinished"]:
             samples = saved.get(one["group"], {}) if one["asked"] is not None and one["asked"] >= minimum_admission_batch else {}
-            epoch, index = one["row"]
-            self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], samples))
+            (epoch, index), digest = one["row"], one.get("digest")
+            if samples and digest not in (None, self._domain.prompts[index].digest):
+                changed.append(one["group"])
+                samples = {}
+            self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], digest, samples))
+        return changed
 
     def reached(self, number: int) -> dict[int, Unfinished]:
         """Return {index in the group: state} of undelivered group `number`, for a checkpoint."""
@@ -369,7 +385,7 @@ def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Mark the group's accepted samples, not its greedy baseline, with `outcome` and failure `cause`."""
+    """Mark accepted samples, not the greedy baseline, with `outcome` and failure `cause`."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
-from math import lcm
+from math import inf, lcm
 from typing import Any
 
 from roll_lite.data.prompts import SAME_DATA, PromptOrder
@@ -73,7 +73,7 @@ class _Batch:
 
 
 class BatchPlan:
-    """Plan of coming batches: groups per domain, and which domain starts next. `least`: minimum groups per batch and domain."""
+    """Plan of coming batches: groups per domain, which domain starts next. `least`: minimum groups per batch and domain."""
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
         self.size = 0
@@ -161,31 +161,44 @@ class BatchPlan:
 
 
 class MixedOrder:
-    """Prompt order of a domain with several files, mixed by shares. Each file has its own epochs."""
+    """Prompt order of a domain with several files, mixed by shares. Each file has its own epochs, at most `epochs`."""
 
-    def __init__(self, parts: Sequence[int], shares: Sequence[float], seed: int, domain: str) -> None:
+    def __init__(self, parts: Sequence[int], shares: Sequence[float], seed: int, domain: str, epochs: int | None = None) -> None:
         self._domain = domain
         self._starts = [0, *accumulate(parts)]
         self._orders = {str(place): PromptOrder(count, seed, f"{domain}/{place}") for place, count in enumerate(parts)}
-        self._mix = DomainMix(dict(zip(self._orders, shares, strict=True)))
+        self._shares = dict(zip(self._orders, shares, strict=True))
+        self._epochs = epochs
+        self._mix = self._mix_left()
+
+    def _mix_left(self) -> DomainMix:
+        most = inf if self._epochs is None else self._epochs
+        return DomainMix({name: share for name, share in self._shares.items() if self._orders[name].next_epoch < most})
+
+    @property
+    def epoch(self) -> int:
+        return max(order.epoch for order in self._orders.values())
 
     @property
     def next_epoch(self) -> int:
         return min(order.next_epoch for order in self._orders.values())
 
     def next(self) -> tuple[int, int]:
-        """Draw the next prompt: (epoch of its file, row number in all files concatenated)."""
+        """Draw the next prompt: (its file's epoch, row number in all files concatenated)."""
         (name,) = self._mix.places(1)
         epoch, index = self._orders[name].next()
+        if self._orders[name].next_epoch == self._epochs:
+            self._mix = self._mix_left()
         return epoch, self._starts[int(name)] + index
 
     def state_dict(self) -> dict[str, Any]:
         return {"mix": self._mix.state_dict(), "parts": {name: order.state_dict() for name, order in self._orders.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the order. Shares may have changed, but not files."""
+        """Restore the order. Shares may differ, but not files."""
         if state.get("parts", {}).keys() != self._orders.keys():
             raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from other files. {SAME_DATA}")
-        self._mix.load_state_dict(state["mix"])
         for name, order in self._orders.items():
             order.load_state_dict(state["parts"][name])
+        self._mix = self._mix_left()
+        self._mix.load_state_dict(state["mix"])

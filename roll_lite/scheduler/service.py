@@ -28,7 +28,7 @@ class RolloutResult:
 
 
 class RolloutService:
-    """Generates and scores training batches and validations, in a running event loop. Staleness is measured in requested batches."""
+    """Generates and scores training batches and validations, in a running event loop. Staleness counts requested batches."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class RolloutService:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """Wait for a batch of `prompts` groups, divided by the domains' shares; smaller if filter tries or prompts run out."""
+        """Wait for a batch of `prompts` groups in the domains' shares; smaller if filter tries or prompts run out."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission, self._before = self._admission, self._counts()
@@ -271,14 +271,16 @@ class RolloutService:
                     found[number] = samples
         return found
 
-    def load_state_dict(self, state: dict[str, Any], saved: SavedGroups = NONE_SAVED) -> None:
+    def load_state_dict(self, state: dict[str, Any], saved: SavedGroups = NONE_SAVED) -> dict[str, list[int]]:
+        """Return {domain: saved groups with changed rows}."""
         self._next_group = state["next_group"]
         self._ledger = list(state["ledger"])
         self._totals.load_state_dict(state)
-        for name, domain in state["domains"].items():
-            if name in self._schedulers:
-                self._schedulers[name].load_state_dict(domain, saved, state["batches"] + 1 - self._supply.max_staleness)
+        oldest = state["batches"] + 1 - self._supply.max_staleness
+        known = {name: domain for name, domain in state["domains"].items() if name in self._schedulers}
+        changed = {name: self._schedulers[name].load_state_dict(domain, saved, oldest) for name, domain in known.items()}
         self._admission.load_state_dict(state)
+        return changed
 
 
 def _held_out(domain: str) -> str:

@@ -1,4 +1,4 @@
-"""Rollout service: one asynchronous Ray actor with prompts, domains, router and reward workers."""
+"""Rollout service: asynchronous Ray actor with prompts, domains, router and reward workers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Batch for the driver: rows, and references to their tokens (`blocks`)."""
+    """Batch for the driver: rows and references to tokens (`blocks`)."""
 
     rows: DataProto
     blocks: list[Block]
@@ -79,7 +79,7 @@ class RolloutBatch:
     replaced: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     """{"reward" or "environment": {domain: why workers were replaced since the last batch}}."""
     silences: list[float] = field(default_factory=list)
-    """Seconds from the last answer to the loss, for engines lost since the last batch."""
+    """Seconds from last answer to loss, for engines lost since the last batch."""
     ledger: bytes = b""
     state: dict[str, Any] = field(default_factory=dict)
     work: list[Span] = field(default_factory=list)
@@ -89,7 +89,7 @@ class RolloutBatch:
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Thresholds that make garbage collection rare: with the defaults it takes three quarters of the time for 8,192 samples."""
+"""Make garbage collection rare: with the defaults it takes three quarters of the time for 8,192 samples."""
 
 
 @dataclass(frozen=True)
@@ -243,12 +243,12 @@ class RolloutWorker(AsyncWorker):
             loaded = {split: load_prompts(name, config, split, tokenizer, self._config.domains) for split in given}
             self._data_notes += [f"domains.{name}.data.{split}: {own.counts()}" for split, own in loaded.items() if own.left_out]
             prompts = loaded[given[0]]  # held-out ones, if nothing trains
-            files, seed = config.data.train, self._config.seed
+            files, seed, epochs = config.data.train, self._config.seed, config.data.epochs
             shares = list(files.values()) if isinstance(files, dict) else []
             domain = Domain(
                 name=name,
                 prompts=prompts,
-                order=MixedOrder(prompts.parts, shares, seed, name) if shares else PromptOrder(len(prompts), seed, name),
+                order=MixedOrder(prompts.parts, shares, seed, name, epochs) if shares else PromptOrder(len(prompts), seed, name),
                 sampling=sampling_of(config.sampling, self._config.rollout.keep_mask),
                 samples_per_prompt=config.samples_per_prompt or self._config.rollout.samples_per_prompt,
                 share=config.share,
@@ -257,7 +257,7 @@ class RolloutWorker(AsyncWorker):
                 validation=loaded.get("validation"),
                 greedy_baseline=self._config.algorithm.advantage.name == "remax",
                 filter=filter_of(self._config.rollout.filter),
-                epochs=config.data.epochs,
+                epochs=epochs,
                 least=config.min_prompts,
                 episode=self._environments[name].play if name in self._environments else one_response,
             )
@@ -382,11 +382,19 @@ class RolloutWorker(AsyncWorker):
         found = self._service.unfinished(state)
         return state, await asyncio.to_thread(to_file, found, self._columns, stored_blocks)
 
-    async def load_state_dict(self, state: dict[str, Any], unfinished: bytes = b"") -> int:
-        """Restore a state. `unfinished`: checkpoint file of the unfinished samples. Return how many continue."""
+    async def load_state_dict(self, state: dict[str, Any], unfinished: bytes = b"") -> list[str]:
+        """Restore a state. `unfinished`: checkpoint file of its samples. Return console messages."""
         saved = from_file(unfinished, self._columns, ray.put) if unfinished else {}
-        self._service.load_state_dict(state, saved)
-        return sum(map(len, saved.values()))
+        changed = self._service.load_state_dict(state, saved)
+        continued = sum(map(len, saved.values())) - sum(len(saved[number]) for numbers in changed.values() for number in numbers)
+        return [
+            *([f"{continued} samples that were under way continue with their tokens"] if continued else []),
+            *(
+                f"domains.{name}.data.train: rows of {len(numbers)} prompts under way changed since the checkpoint; these start again"
+                for name, numbers in changed.items()
+                if numbers
+            ),
+        ]
 
     async def last_ledger(self) -> bytes:
         return ledger_text(self._service.last_ledger())

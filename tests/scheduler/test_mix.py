@@ -85,9 +85,20 @@ def test_files_of_a_domain_get_their_shares_and_each_all_of_its_prompts_once_an_
     assert sorted(long) == [(0, index) for index in range(10, 50)]
 
 
-@pytest.mark.parametrize("before", [0, 1, 33, 160])
-def test_an_order_of_several_files_goes_on_exactly(before: int) -> None:
-    order, resumed = (MixedOrder([10, 40], [3.0, 1.0], 7, "sums") for _ in range(2))
+def test_no_file_of_a_domain_is_passed_more_often_than_its_epochs() -> None:
+    order = MixedOrder([100, 5, 10], [1.0, 1.0, 2.0], 7, "sums", epochs=2)
+    served = []
+    while order.next_epoch < 2:
+        served.append(order.next())
+    assert sorted(served) == [(epoch, index) for epoch in (0, 1) for index in range(115)]
+    assert [sum(place(index) for _, index in served[:40]) for place in (lambda i: i < 100, lambda i: 100 <= i < 105)] == [10, 10]
+    assert order.epoch == 1
+
+
+@pytest.mark.parametrize("epochs", [None, 2])
+@pytest.mark.parametrize("before", [0, 1, 33, 60, 160])
+def test_an_order_of_several_files_goes_on_exactly(before: int, epochs: int | None) -> None:
+    order, resumed = (MixedOrder([10, 40, 100], [3.0, 1.0, 1.0], 7, "sums", epochs) for _ in range(2))
     for _ in range(before):
         order.next()
     resumed.next()

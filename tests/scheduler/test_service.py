@@ -473,21 +473,22 @@ def test_a_resumed_run_continues_exactly(stop_after: int) -> None:
 
 
 def test_a_resumed_run_knows_the_mix_without_the_domains_that_have_left_it() -> None:
-    """Among those that are left the account of shares goes on."""
+    """Among those that are left the account of shares goes on, and those that have left keep their epoch."""
 
     def service() -> RolloutService:
-        domains = [make_domain("a", 0, prompts=4, epochs=1), make_domain("b", 1, share=3), make_domain("c", 2, share=2)]
+        domains = [make_domain("a", 0, prompts=2, epochs=2), make_domain("b", 1, share=3), make_domain("c", 2, share=2)]
         return make_service(domains, seed=11, deterministic=True)[0]
 
-    async def mix(state: dict[str, Any] | None, batches: int) -> tuple[list[list[str]], dict[str, Any]]:
+    async def mix(state: dict[str, Any] | None, batches: int) -> tuple[list[tuple[list[str], int]], dict[str, Any]]:
         one = service()
         if state is not None:
             one.load_state_dict(state)
-        given = [[group.domain for group in (await one.next_batch(3)).groups] for _ in range(batches)]
+        results = [await one.next_batch(3) for _ in range(batches)]
+        given = [([group.domain for group in result.groups], result.stats.domains["a"].epoch) for result in results]
         return given, json.loads(json.dumps(one.state_dict()))
 
     whole, _ = run_virtual(mix(None, 16))
-    assert not any("a" in batch for batch in whole[10:])
+    assert not any("a" in batch for batch, _ in whole[10:]) and whole[-1][1] == 1
     for stop_after in range(10, 15):
         first, state = run_virtual(mix(None, stop_after))
         assert first + run_virtual(mix(state, 16 - stop_after))[0] == whole

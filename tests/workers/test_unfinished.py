@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from scheduler_support import TimedReward, make_domain, make_service, tokens_of
+from scheduler_support import Prompts, TimedReward, by_tokens, make_domain, make_service, tokens_of
 from support_scripted import Response, ScriptedEngine
 
 from roll_lite.data.proto import DataProto
@@ -33,9 +34,10 @@ from roll_lite.data.samples import (
 )
 from roll_lite.scheduler.runner import Conversation, Episode
 from roll_lite.scheduler.service import RolloutResult, RolloutService
-from roll_lite.scheduler.supply import Asynchronous, Supply, Synchronous
+from roll_lite.scheduler.supply import Asynchronous, OneStepOff, Supply, Synchronous
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, SavedTurn, Unfinished
 from roll_lite.simulator.clock import run_virtual
+from roll_lite.workers.rollout import RolloutWorker
 from roll_lite.workers.token_blocks import KEPT_IDS, TokenRecord, token_block
 from roll_lite.workers.unfinished import from_file, to_file
 
@@ -177,6 +179,79 @@ def test_samples_of_groups_that_became_too_old_are_not_used() -> None:
     result, asked, _ = resumed(state, saved)
     assert not any(request.resumed_tokens for request in asked)
     assert [group.samples[0].id.prompt_uid for group in result.groups] == [one["row"][1] for one in state["domains"]["a"]["unfinished"]]
+
+
+@pytest.mark.parametrize("supply", [OneStepOff(1), ASYNCHRONOUS], ids=str)
+def test_saved_samples_that_wait_longer_since_shares_changed_do_not_get_too_old(supply: Supply) -> None:
+    """Four groups of each domain are saved; the resumed run's batches have one of `a`."""
+
+    async def run(share: float, batches: int, state: dict[str, Any] | None, saved: SavedGroups) -> Any:
+        domains = [make_domain("a", samples=1), make_domain("b", 1, share=share, samples=1)]
+        service, _, _ = make_service(domains, [by_tokens(20)], supply=supply)
+        if state is not None:
+            service.load_state_dict(state, saved)
+        ages: list[int] = []
+        for number in range(batches):
+            service.set_version(number)
+            result = await service.next_batch(8)
+            ages += [service._admission.handed_out - line["asked"] for line in result.ledger if line.get("end") == "delivered"]
+            await asyncio.sleep(1.0)
+        state = state_of(service)
+        saved = saved_by(service, state)
+        service.close()
+        return ages, state, saved
+
+    async def main() -> tuple[list[int], int]:
+        _, state, saved = await run(1.0, 2, None, {})
+        return (await run(7.0, 6, state, saved))[0], len(saved)
+
+    ages, continued = run_virtual(main())
+    assert continued == 8 and len(ages) == 6 * 8 and set(ages) <= {0, 1}
+
+
+class ChangedRow(Prompts):
+    """One row differs from that of the saved samples."""
+
+    def __init__(self, uid: int, **change: Any) -> None:
+        super().__init__("a", 0, 1000)
+        self.uid, self.change = uid, change
+
+    def __getitem__(self, index: int, /) -> Prompt:
+        return replace(super().__getitem__(index), **(self.change if index == self.uid else {}))
+
+
+@pytest.mark.parametrize("change", [{"answer": "9"}, {"columns": {"level": 2}}, {"token_ids": (0, 9, 9, 9)}])
+def test_a_prompt_whose_row_has_changed_starts_again_and_others_continue(change: dict[str, Any]) -> None:
+    state, saved = stopped_after(10.0)
+    rows = [one["row"][1] for one in state["domains"]["a"]["unfinished"]]
+
+    async def main() -> tuple[RolloutResult, list[GenerationRequest], list[str]]:
+        domain = replace(make_domain("a", samples=2), prompts=ChangedRow(rows[0], **change))
+        service, _, engines = make_service([domain], [script], supply=ASYNCHRONOUS, batches=9)
+        asked = requests_to(engines[0])
+        worker: Any = object.__new__(RolloutWorker)
+        worker._service, worker._columns = service, ()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("roll_lite.workers.rollout.from_file", lambda *_: saved)
+            told = await worker.load_state_dict(state, b"some")
+        return await service.next_batch(2), asked, told
+
+    result, asked, told = run_virtual(main())
+    assert [group.samples[0].id.prompt_uid for group in result.groups] == rows
+    assert {request.request_id.split("/")[1] for request in asked if request.resumed_tokens} == {str(rows[1])}
+    assert all(tokens_of(sample)[:PROMPT] == list(sample.prompt.token_ids) for group in result.groups for sample in group.samples)
+    assert told == [
+        "2 samples that were under way continue with their tokens",
+        "domains.a.data.train: rows of 1 prompts under way changed since the checkpoint; these start again",
+    ]
+
+
+def test_samples_of_a_checkpoint_without_digests_continue() -> None:
+    state, saved = stopped_after(10.0)
+    for one in state["domains"]["a"]["unfinished"]:
+        del one["digest"]
+    _, asked, _ = resumed(state, saved)
+    assert sum(request.resumed_tokens > 0 for request in asked) == 2
 
 
 def test_samples_are_saved_again_before_and_after_their_group_is_taken_up() -> None:

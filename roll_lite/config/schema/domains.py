@@ -73,7 +73,8 @@ class DataConfig(Section):
     weight: str | None = None
     """Column with the loss weight of a prompt's samples."""
     epochs: PositiveInt | None = None
-    """Maximum passes over `train`, each in a new order; then other domains fill its part of batches, or the run ends. null: unlimited."""
+    """Maximum passes over each file of `train`, each in a new order; then the domain's other files, or else other domains, take its share;
+    at last the run ends. null: unlimited."""
     report_by: str | list[str] | None = None
     """Column or columns of held-out prompts; validation is also reported for each value in them (at most 50 per column). null: the columns
     `level` and `subject`, if all prompts have them as texts or numbers; []: none."""
