@@ -230,6 +230,22 @@ def ends_with_stop_text(request: Req, _: int = 1) -> bool:
     return False
 
 
+def ended_rather_than_aborted(update: Callable[[Req, int], None]) -> Callable[..., None]:
+    # SGLang decodes one more token after an abort, and does not check whether that ends the response: it would be continued behind its end.
+
+    def update_finish_state(request: Req, new_accepted_len: int = 1) -> None:
+        abort = request.to_finish
+        if new_accepted_len and isinstance(abort, FINISH_ABORT) and abort.status_code is None:  # failures have a code
+            request.to_finish = None
+            update(request, new_accepted_len)
+            if request.finished():
+                return
+            request.to_finish = abort
+        update(request, new_accepted_len)
+
+    return update_finish_state
+
+
 def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """Remove SGLang's padding of weights on a CPU; RuntimeError if it is not zero. `shape`: without padding."""
     whole = tensor[tuple(slice(size) for size in shape)]
@@ -272,6 +288,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     take_seeds_where_given()
     penaltylib.BatchedMinNewTokensPenalizer = MinTokens
     Req._check_str_based_finish = ends_with_stop_text
+    Req.update_finish_state = ended_rather_than_aborted(Req.update_finish_state)
     adapters_leave_with_weights()
     if not torch.cuda.is_available():
         fused_moe_native.moe_forward_native = _of_this_worker_alone(fused_moe_native.moe_forward_native)
