@@ -159,9 +159,12 @@ class RolloutSampler(Sampler):
             return super()._sample_from_probs(probs, sampling_info, positions, True)
         whole = probs.clone()
         truncate_(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
+        greedy = sampling_info.top_ks[:, None] == _GREEDY_TOP_K
+        # Of tied tokens a greedy request takes the one that it would take in an all-greedy batch.
+        probs.masked_fill_(greedy & (torch.arange(probs.shape[-1], device=probs.device) != whole.argmax(-1, keepdim=True)), 0.0)
         sampled = super()._sample_from_probs(probs, sampling_info, positions, True)
         # Greedy requests report log-probs under the whole distribution, as in an all-greedy batch. An index by a mask would stall the host.
-        torch.where(sampling_info.top_ks[:, None] == _GREEDY_TOP_K, whole, probs, out=probs)
+        torch.where(greedy, whole, probs, out=probs)
         return sampled
 
 
