@@ -112,6 +112,11 @@ class RolloutScheduler(Scheduler):
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in whole}
 
     @_by_all
+    def roll_lite_lengths(self) -> dict[str, int]:
+        """{rid: tokens} of the requests, which all wait during a pause."""
+        return {request.rid: len(request.output_ids) for request in self.waiting_queue}
+
+    @_by_all
     def roll_lite_trace(self, prefix: str | None) -> str:
         return RECORDER.trace(prefix and f"{prefix}-{get_parallel().tp_rank}.json.gz")
 
