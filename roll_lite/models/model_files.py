@@ -22,7 +22,7 @@ _SAMPLE = 4096
 _MOST_SAMPLED = 500
 _EXPONENTS = {"F32": (0x7F800000, 4), "BF16": (0x7F80, 2), "F16": (0x7C00, 2)}
 """{dtype: (mask of the exponent bits, bytes per number)}. The exponent bits of NaN and infinity are all set."""
-_HARMLESS = ("rotary_emb.inv_freq",)
+HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of ignored tensors: old checkpoints store them, but models compute them."""
 
 
@@ -134,7 +134,7 @@ def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -
 def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str | None:
     """Return a message if some tensors do not belong to the model. An unused language-model head is allowed."""
     known = {*weight_shapes(hf), HEAD, head}
-    unknown = sorted(name for name in names if name not in known and not name.endswith(_HARMLESS))
+    unknown = sorted(name for name in names if name not in known and not name.endswith(HARMLESS))
     return f"has tensors that a {hf.family} model has no place for: {listed(unknown)}" if unknown else None
 
 

@@ -13,7 +13,7 @@ from engine_harness import BLOCK, EXACT, PROMPT, Harness, assert_likeliest, asse
 from support_local_engine import collect, fetch_block
 from support_models import EOS_ID
 
-from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan, joined
+from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan, joined, since_token
 from roll_lite.distributed.strategy.inference import requests as in_flight
 from roll_lite.workers.completions import CompletionPump
 from roll_lite.workers.token_blocks import KEPT_IDS, TokenRecord, joined_block
@@ -154,14 +154,19 @@ async def test_a_stop_text_across_the_seam_ends_it_at_the_same_token(engine: Har
 async def test_parts_that_are_handed_out_on_the_way_are_the_response(
     engine: Harness, pump: CompletionPump, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Joined they are what the response begins with, to the last bit of the log-probs, and with its masks and versions."""
+    """Joined they are what the response begins with, to the last bit of the log-probs, and with its masks and versions, also where weights
+    change on the way."""
     monkeypatch.setattr(in_flight, "BEGUN_POLL_S", 0.01)
     monkeypatch.setattr(in_flight, "PARTS_EVERY", 1)
     requests = [engine.request(LONG, temperature=0.8, min_tokens=LONG, seed=n, **sampling) for n, sampling in enumerate(({}, KEPT))]
     parts: dict[str, list[Turn]] = {request.request_id: [] for request in requests}
     turns: dict[str, Turn] = {}
+    await engine.update(197)  # the next one is quick
+    before = engine.version
     await pump.submit(requests, frozen=False)
     while len(turns) < len(requests):
+        if engine.version == before and all(parts.values()):
+            await engine.update(199)
         collected = await collect(pump, 30.0)
         turns |= {turn.request_id: turn for turn in collected.turns}
         for part in collected.parts:
@@ -178,7 +183,9 @@ async def test_parts_that_are_handed_out_on_the_way_are_the_response(
         if request.sampling.keep_mask:
             kept = [[set(row[row >= 0]) for row in one.extra[KEPT_IDS][:count]] for one in (begun, record)]
             assert kept[0] == kept[1] and any(kept[0])
-        assert {span.version for part in parts[request.request_id] for span in part.versions} == {engine.version}
+        versions = turns[request.request_id].versions
+        assert [span.version for span in versions] == [before, engine.version]
+        assert reduce(joined, parts[request.request_id]).versions == since_token(versions, 0, count - len(PROMPT)) == versions
 
 
 async def test_continued_samples_follow_the_distribution(engine: Harness, pump: CompletionPump) -> None:

@@ -160,6 +160,23 @@ async def test_abort_one_many_unknown_all(engine: Harness) -> None:
     assert_log_probs(completions[ids[0]], engine.hf_logits(completions[ids[0]].token_ids, without_eos=True))
 
 
+async def test_a_response_that_ends_at_the_token_after_its_abort_has_ended(engine: Harness) -> None:
+    """Whenever the abort comes, some response is one token before its end: after min_tokens nearly every token ends one."""
+    ends = set(range(10, VOCAB_SIZE))
+    least = [20 + number % 60 for number in range(240)]
+    await engine.strategy.pause(PauseMode.KEEP)
+    requests = [engine.request(LONG, temperature=1.0, min_tokens=n, stop_token_ids=tuple(ends)) for n in least]
+    answers = [engine.strategy.generate(request) for request in requests]
+    while (await engine.strategy.health()).waiting < len(requests):  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    await engine.strategy.resume()
+    await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+    await engine.strategy.abort()
+    found = await asyncio.gather(*answers)
+    aborted = [completion for completion in found if completion.finish_reason is FinishReason.ABORT]
+    assert 0 < len(aborted) < len(found) and all(ends.isdisjoint(completion.token_ids) for completion in aborted)
+
+
 async def test_an_id_that_another_begins_with_is_aborted_alone(engine: Harness) -> None:
     first, second = engine.request(LONG, min_tokens=LONG), engine.request(80, min_tokens=80)
     task = asyncio.create_task(engine.all([first, engine.renamed(second, first.request_id + "0")]))

@@ -27,7 +27,7 @@ async def test_a_model_whose_weights_are_no_safetensors(make: Make, tmp: Path) -
     make_tiny_model(tmp / "m", "qwen2", True, sharpness=SHARPNESS)
     (tmp / "m" / "model.safetensors").rename(tmp / "m" / "pytorch_model.bin")
     strategy = make_strategy(make, ModelConfig(path=tmp / "m", dtype="float32"), 512)
-    with nothing_left_behind(tmp / "t"), pytest.raises(ValueError, match=r"model\.path: .* holds no safetensors"):
+    with nothing_left_behind(tmp / "t"), pytest.raises(ValueError, match=r"model\.path: .*: no model\.safetensors"):
         await strategy.initialize()
     assert not (await strategy.health()).alive
     await strategy.shutdown()

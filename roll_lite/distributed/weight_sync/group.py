@@ -61,6 +61,7 @@ def uuid_of(number: int) -> str:
 
 LONGEST_PAUSE_S = 0.01  # between two polls
 _LONGER = 1.2
+_KEYS_AT_ONCE = 64  # in a request to the store, which all members send while they wait
 
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
@@ -287,16 +288,19 @@ class TransferGroup:
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
         """Poll until all keys, {key: member that writes it}, are in the store, whose own wait would not name missing ones."""
-        missing = dict(keys)
+        missing = list(keys)
 
         def arrived(pause: float) -> bool:
-            for key in [key for key in missing if self.store.check([key])]:
-                del missing[key]
+            while missing and self.store.check(missing[:_KEYS_AT_ONCE]):
+                del missing[:_KEYS_AT_ONCE]
             if missing:
                 time.sleep(pause)
             return not missing
 
-        self.poll(arrived, what, lambda: ", ".join(self.membership.members[owner] for owner in missing.values()))
+        def late() -> str:
+            return ", ".join(self.membership.members[keys[key]] for key in missing if not self.store.check([key]))
+
+        self.poll(arrived, what, late)
 
     def poll(self, is_done: Callable[[float], bool], what: str, who: Callable[[], str] = lambda: "somebody") -> None:
         """Call `is_done(seconds)`, which may block that long, until it returns True. StaleEpoch or TransferTimeout; the message names the

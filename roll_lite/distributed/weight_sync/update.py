@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from roll_lite.distributed.weight_sync.plan import ExportedTensor
 from roll_lite.files import listed
+from roll_lite.models.model_files import HARMLESS, HEAD, stored_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -34,21 +34,13 @@ class WeightUpdate:
 
 
 def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Read tensor shapes from safetensors headers. `tied`: omit `lm_head.weight`, which shares the embedding."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"model.path: {folder} holds no safetensors")
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118, the handle is no mapping
-                    shapes[name] = tuple(handle.get_slice(name).get_shape())
-        except SafetensorError as error:
-            raise ValueError(f"model.path: {file} cannot be read, it may have been copied only in part: {error}") from error
-    if tied:
-        shapes.pop("lm_head.weight", None)
-    return shapes
+    """Read tensor shapes. `tied`: omit the LM head, which shares the embedding."""
+    try:
+        stored = stored_tensors(folder)
+    except ValueError as error:
+        raise ValueError(f"model.path: {folder}: {error}") from error
+    omitted = (*HARMLESS, HEAD) if tied else HARMLESS
+    return {name: tensor.shape for name, tensor in stored.items() if not name.endswith(omitted)}
 
 
 def check_tensors(tensors: Sequence[ExportedTensor], shapes: Shapes) -> None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import json
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from transfer_members import Members, assert_equal, deliver, fresh, half, make_plan
 
-from roll_lite.distributed.weight_sync.group import Home, StaleEpoch, TransferError, interrupt, rendezvous_client, rendezvous_store
+from roll_lite.distributed.weight_sync import group
+from roll_lite.distributed.weight_sync.group import (
+    Home,
+    StaleEpoch,
+    TransferError,
+    TransferGroup,
+    interrupt,
+    rendezvous_client,
+    rendezvous_store,
+)
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers, tensors_of
 
 
@@ -60,6 +72,28 @@ def test_one_that_waits_when_the_next_epoch_begins_does_not_wait_until_its_time_
     Members(replanned(plan, {0: 1}), epoch=2, store=before.store).halves()
     with pytest.raises(StaleEpoch):
         left_behind.result(5)
+
+
+@pytest.mark.parametrize("late", [[], [100, 250]])
+def test_joining_takes_few_requests_to_the_store_and_names_the_late_members(late: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = make_plan(owners=1, engines=dict.fromkeys(range(300), 1))
+    store = rendezvous_store("127.0.0.1")
+    membership = plan.membership(1, "gloo", "127.0.0.1", store.port, 0.5)
+    for number in set(range(1, len(membership.members))) - {engine + 1 for engine in late}:
+        store.set(f"1/joined/{number}", json.dumps(asdict(Home("another machine"))))
+    asked: list[list[str]] = []
+
+    class CountingStore(group.TCPStore):
+        def check(self, keys: list[str]) -> Any:
+            asked.append(keys)
+            return super().check(keys)
+
+    monkeypatch.setattr(group, "TCPStore", CountingStore)
+    if late:
+        with pytest.raises(TransferError, match="transfer: engine 100 worker 0, engine 250 worker 0 did not join"):
+            TransferGroup(membership, 0)
+    else:
+        assert len(TransferGroup(membership, 0).homes) == 301 and len(asked) < 10
 
 
 def test_one_that_cannot_join_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

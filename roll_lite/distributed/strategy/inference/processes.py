@@ -26,16 +26,18 @@ COMPILERS = frozenset({"ninja", "nvcc", "cudafe++", "cicc", "ptxas", "ptxas-blac
 class EngineProcesses:
     def __init__(self) -> None:
         self.all: list[psutil.Process] = []
+        self._lasting: list[psutil.Process] = []
         self._shared: set[Path] = set()
 
     def watch(self, pids: Sequence[int]) -> None:
         heads = [psutil.Process(pid) for pid in pids]
         found = {process.pid: process for head in heads for process in (head, *head.children(recursive=True))}
         self.all = [process for process in found.values() if not cleans_up(process)]
+        self._lasting = [process for process in self.all if process in heads or not _may_end(process)]
         self._shared = _left_behind(self.all)
 
     def running(self) -> bool:
-        return all(is_running(process) for process in self.all)
+        return all(is_running(process) for process in self._lasting)
 
     def are_compiling(self) -> bool:
         own = {process.pid for process in self.all}
@@ -65,6 +67,14 @@ def _ancestors(process: psutil.Process) -> set[int]:
         return {parent.pid for parent in process.parents()}
     except psutil.Error:
         return set()
+
+
+def _may_end(process: psutil.Process) -> bool:
+    # Compilers and other programs do, and torch's compile workers when they have been idle for a minute.
+    try:
+        return process.exe() != psutil.Process().exe() or any("compile_worker" in word for word in process.cmdline())
+    except psutil.Error:
+        return True
 
 
 def cleans_up(process: psutil.Process) -> bool:

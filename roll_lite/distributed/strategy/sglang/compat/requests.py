@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_lite.config.keep_mask import is_truncated
-from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
+from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan, since_token
 from roll_lite.distributed.strategy.inference.requests import STOP_OVERLAP, chosen_experts, stop_overlap_tokens
 from roll_lite.models.hf_config import ExpertsConfig
 
@@ -68,8 +68,8 @@ def reports_survivors(request: GenerationRequest) -> bool:
     return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
 
 
-def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Return the tokens reported so far, from index `first`, without the newest. `version`: their weight version."""
+def new_tokens(request: GenerationRequest, state: Any, first: int, versions: Sequence[VersionSpan]) -> Completion | None:
+    """Return the tokens reported so far, from index `first`, without the newest."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:
@@ -81,7 +81,8 @@ def new_tokens(request: GenerationRequest, state: Any, first: int, version: int)
     if end <= first:
         return None
     log_probs = tuple(map(float, state.output_token_logprobs_val[first:end]))
-    return Completion(request.request_id, tuple(state.output_ids[first:end]), log_probs, versions=(VersionSpan(0, version),), kept_ids=kept)
+    tokens = tuple(state.output_ids[first:end])
+    return Completion(request.request_id, tokens, log_probs, versions=since_token(versions, first, end), kept_ids=kept)
 
 
 def completion(

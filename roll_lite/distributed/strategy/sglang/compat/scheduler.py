@@ -112,6 +112,11 @@ class RolloutScheduler(Scheduler):
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in whole}
 
     @_by_all
+    def roll_lite_lengths(self) -> dict[str, int]:
+        """{rid: tokens} of the requests, which all wait during a pause."""
+        return {request.rid: len(request.output_ids) for request in self.waiting_queue}
+
+    @_by_all
     def roll_lite_trace(self, prefix: str | None) -> str:
         return RECORDER.trace(prefix and f"{prefix}-{get_parallel().tp_rank}.json.gz")
 
@@ -159,9 +164,12 @@ class RolloutSampler(Sampler):
             return super()._sample_from_probs(probs, sampling_info, positions, True)
         whole = probs.clone()
         truncate_(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
+        greedy = sampling_info.top_ks[:, None] == _GREEDY_TOP_K
+        # Of tied tokens a greedy request takes the one that it would take in an all-greedy batch.
+        probs.masked_fill_(greedy & (torch.arange(probs.shape[-1], device=probs.device) != whole.argmax(-1, keepdim=True)), 0.0)
         sampled = super()._sample_from_probs(probs, sampling_info, positions, True)
         # Greedy requests report log-probs under the whole distribution, as in an all-greedy batch. An index by a mask would stall the host.
-        torch.where(sampling_info.top_ks[:, None] == _GREEDY_TOP_K, whole, probs, out=probs)
+        torch.where(greedy, whole, probs, out=probs)
         return sampled
 
 
@@ -230,6 +238,22 @@ def ends_with_stop_text(request: Req, _: int = 1) -> bool:
     return False
 
 
+def ended_rather_than_aborted(update: Callable[[Req, int], None]) -> Callable[..., None]:
+    # SGLang decodes one more token after an abort, and does not check whether that ends the response: it would be continued behind its end.
+
+    def update_finish_state(request: Req, new_accepted_len: int = 1) -> None:
+        abort = request.to_finish
+        if new_accepted_len and isinstance(abort, FINISH_ABORT) and abort.status_code is None:  # failures have a code
+            request.to_finish = None
+            update(request, new_accepted_len)
+            if request.finished():
+                return
+            request.to_finish = abort
+        update(request, new_accepted_len)
+
+    return update_finish_state
+
+
 def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """Remove SGLang's padding of weights on a CPU; RuntimeError if it is not zero. `shape`: without padding."""
     whole = tensor[tuple(slice(size) for size in shape)]
@@ -272,6 +296,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     take_seeds_where_given()
     penaltylib.BatchedMinNewTokensPenalizer = MinTokens
     Req._check_str_based_finish = ends_with_stop_text
+    Req.update_finish_state = ended_rather_than_aborted(Req.update_finish_state)
     adapters_leave_with_weights()
     if not torch.cuda.is_available():
         fused_moe_native.moe_forward_native = _of_this_worker_alone(fused_moe_native.moe_forward_native)

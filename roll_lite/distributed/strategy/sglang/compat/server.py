@@ -20,9 +20,10 @@ import psutil
 import torch
 
 from roll_lite.config.schema.models import SglangStrategyConfig
-from roll_lite.data.samples import Completion, GenerationRequest
+from roll_lite.data.samples import Completion, GenerationRequest, VersionSpan
 from roll_lite.distributed.session_guard import remove_folder
 from roll_lite.distributed.strategy.base import PauseMode, RequestProgress
+from roll_lite.distributed.strategy.inference.answers import values
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader, kill_all
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH, name_semaphores
@@ -75,9 +76,8 @@ def launch(start: Start) -> Any:
 class _Running:
     number: int
     request: GenerationRequest
+    versions: list[VersionSpan]
     aborted: bool = False
-    had_other_weights: bool = False
-    """True once weights changed during the request: new tokens are then reported at the end, when SGLang says which weights made them."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once SGLang's scheduler has the request, or it has ended."""
 
@@ -115,7 +115,7 @@ class EngineServer:
         while True:
             match await self._channel.receive():
                 case "generate", number, request:
-                    running = _Running(number, request)
+                    running = _Running(number, request, [VersionSpan(0, int(self._version))])
                     self._running[running.rid] = running
                     self._start(self._generate(running))
                 case "abort", numbers:
@@ -173,15 +173,13 @@ class EngineServer:
             await running.dispatched.wait()
 
     def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
-        """Return {request number: progress}. `since`: {request number: tokens already reported}. `parts`: with newer tokens, unless weights
-        changed meanwhile."""
+        """Return {request number: progress}. `since`: {request number: tokens already reported}. `parts`: with newer tokens."""
         found = {}
         for running in self._running.values():
-            # SGLang reports non-streamed requests at their first token and every 50 tokens.
+            # SGLang reports non-streamed requests every 50 tokens.
             state = self._manager.rid_to_state.get(running.rid)
             if running.number in since and state is not None and state.output_ids:
-                has_part, first = parts and not running.had_other_weights, since[running.number]
-                part = new_tokens(running.request, state, first, int(self._version)) if has_part else None
+                part = new_tokens(running.request, state, since[running.number], running.versions) if parts else None
                 found[running.number] = RequestProgress(len(state.output_ids), part)
         return found
 
@@ -221,9 +219,11 @@ class EngineServer:
 
     async def new_weights(self, version: str) -> None:
         await self._flush()
-        for running in self._running.values():
-            running.had_other_weights = True
+        (lengths, *_) = values(await self.call_workers("roll_lite_lengths", {}))
         await self._set_version(version)
+        for running in self._running.values():
+            length = lengths.get(running.rid, 0)
+            running.versions = [*(span for span in running.versions if span.start < length), VersionSpan(length, int(version))]
 
     async def _set_version(self, version: str) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput

@@ -1,4 +1,5 @@
-"""Which batches SGLang samples with seeds. Its scheduler's code wants stand-ins for CUDA's packages, so it runs in a process of its own."""
+"""Which batches SGLang samples with seeds, and what greedy requests get among sampled ones. Its scheduler's code wants stand-ins for CUDA's
+packages, so it runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 CODE = """
 from roll_lite.distributed.strategy.sglang.compat import cpu_stubs
@@ -55,12 +59,42 @@ for info in (batch(None, None), batch(1, None)):
 print(json.dumps([mixed(), mixed(), calls]))
 """
 
+GREEDY = """
+from roll_lite.distributed.strategy.sglang.compat import cpu_stubs
+cpu_stubs.install()
+import json
+from types import SimpleNamespace
+import torch
+from roll_lite.distributed.strategy.sglang.compat import scheduler
 
-def test_only_batches_with_a_seeded_request_are_sampled_with_seeds() -> None:
-    command, environment = [sys.executable, "-W", "ignore", "-c", CODE], os.environ | {"TORCHDYNAMO_DISABLE": "1"}  # as the engine's
+rows = 64
+probs = torch.tensor([0.1, 0.4, 0.1, 0.4]).repeat(rows, 1)
+top_k = torch.tensor([1, 1 << 30]).repeat(rows // 2)
+info = SimpleNamespace(
+    top_ks=top_k, top_ps=torch.full((rows,), 0.8), min_ps=torch.zeros(rows), sampling_seed=None, sampling_mask_batch_indices=None
+)
+sampler = scheduler.RolloutSampler.__new__(scheduler.RolloutSampler)
+tokens, _ = sampler._sample_from_probs(probs, info, torch.zeros(rows, dtype=torch.int64), False)
+print(json.dumps([tokens[::2].tolist(), tokens[1::2].tolist(), probs[:2].tolist()]))
+"""
+
+
+def printed(code: str) -> Any:
+    command, environment = [sys.executable, "-W", "ignore", "-c", code], os.environ | {"TORCHDYNAMO_DISABLE": "1"}  # as the engine's
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
-    first, again, calls = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_greedy_requests_take_one_of_tied_tokens_also_among_sampled_ones() -> None:
+    greedy, sampled, probabilities = printed(GREEDY)
+    assert set(greedy) == {1} and set(sampled) == {1, 3}
+    assert probabilities[0] == pytest.approx([0.1, 0.4, 0.1, 0.4]), "log-probs are those of the whole distribution"
+    assert probabilities[1] == pytest.approx([0.0, 0.5, 0.0, 0.5])
+
+
+def test_only_batches_with_a_seeded_request_are_sampled_with_seeds() -> None:
+    first, again, calls = printed(CODE)
     before, plain, seeded = first
     assert before is None, "no request has a seed"
     assert len(plain) == 6 and plain[3] == 5 and plain[5] == 2**63 - 1, "a seed stays its request's own"
