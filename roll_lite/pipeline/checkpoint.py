@@ -52,7 +52,7 @@ from roll_lite.pipeline.checkpoint_files import (
     write_list,
 )
 from roll_lite.pipeline.clusters import Model, Models, states
-from roll_lite.pipeline.resumed_settings import samples_continue
+from roll_lite.pipeline.resumed_settings import samples_continue, started_anew
 from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.model import ModelWorker
 
@@ -382,6 +382,8 @@ class Checkpoints:
             for name in () if is_local(described) else (*drivers, LIST_FILE):
                 download(folder / name, self._on_nodes(folder) / name)
         check_sums(folder, wanted, [(name, record(self._on_nodes(folder) / name)) for name in drivers])
+        for part in started_anew(state["config"], self._config.model_dump(mode="json")):
+            state["pipeline"].pop(part, None)
         return state
 
     def export_model(self, models: Models) -> Path:

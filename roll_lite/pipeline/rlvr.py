@@ -381,7 +381,8 @@ class RLVRPipeline:
     def restore(self, state: dict[str, Any]) -> None:
         self.steps_done, self.version = state["steps_done"], state["version"]
         for name, part in self.remembering.items():
-            part.load_state_dict(state.get(name, {}))  # algorithm.ptx may be new
+            if name in state:  # algorithm.ptx may be new; Checkpoints leaves out what starts anew
+                part.load_state_dict(state[name])
 
     def state_dict(self) -> dict[str, Any]:
         remembered = {name: part.state_dict() for name, part in self.remembering.items()}

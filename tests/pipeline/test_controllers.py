@@ -105,6 +105,10 @@ def test_mistake_11_controllers_and_moments_go_through_the_checkpoint(config: Ru
     assert second.steps_done == 7
     assert (second.kl_in_reward.coef, second.kl_in_loss.coef) == (0.25, 0.75)
     assert second.state_dict() == saved
+    del saved["kl_in_reward"]  # as Checkpoints does where its settings have changed
+    third = pipeline(config, checkpoints=SimpleNamespace(load=lambda clusters, source: saved, continues_in_folder=False, newest=None))
+    third.resume()
+    assert (third.kl_in_reward.coef, third.kl_in_loss.coef) == (0.5, 0.75)
 
 
 def test_a_mean_over_tokens_is_taken_over_sums() -> None:
