@@ -32,8 +32,17 @@ HARMLESS = (
 
 # Per part of the driver's state (RLVRPipeline.remembering): its name in messages, and settings whose change makes the saved state wrong.
 STARTS_ANEW = {
-    term: (f"the coefficient of algorithm.{term}", (f"algorithm.{term}.coef", f"algorithm.{term}.controller.name"))
-    for term in ("kl_in_reward", "kl_in_loss")
+    **{
+        term: (f"the coefficient of algorithm.{term}", (f"algorithm.{term}.coef", f"algorithm.{term}.controller.name"))
+        for term in ("kl_in_reward", "kl_in_loss")
+    },
+    "agreement": (
+        "the usual difference between engines and trainer",
+        (
+            *("actor_infer.dtype", "actor_infer.strategy", "actor_train.strategy.layers", "actor_train.lora.engines"),
+            *("rollout.keep_mask", "algorithm.old_log_probs", "algorithm.routing_replay"),
+        ),
+    ),
 }
 
 

@@ -112,6 +112,9 @@ FIXED_KL, ADAPTIVE_KL = {"name": "fixed"}, {"name": "adaptive", "target": 0.1, "
         ("algorithm.kl_in_loss", {"coef": 0.05, "controller": FIXED_KL}, {"coef": 0.05, "controller": ADAPTIVE_KL}, ["kl_in_loss"]),
         ("algorithm.kl_in_loss", {"coef": 0.01, "controller": ADAPTIVE_KL}, {"coef": 0.05, "controller": ADAPTIVE_KL}, ["kl_in_loss"]),
         ("algorithm.kl_in_loss.controller", ADAPTIVE_KL, {**ADAPTIVE_KL, "target": 0.2}, []),
+        ("actor_infer", {"strategy": {"quantization": None}}, {"strategy": {"quantization": "fp8"}}, ["agreement"]),
+        ("actor_infer", {"dtype": "float32", "devices": 1}, {"dtype": None, "devices": 2}, ["agreement"]),
+        ("actor_infer", {"devices": 1, "restarts": 3}, {"devices": 2, "restarts": 0}, []),
         ("algorithm.policy_loss", {"clip_low": 0.1}, {"clip_low": 0.2}, []),
     ],
 )
