@@ -36,6 +36,13 @@ STARTS_ANEW = {
         term: (f"the coefficient of algorithm.{term}", (f"algorithm.{term}.coef", f"algorithm.{term}.controller.name"))
         for term in ("kl_in_reward", "kl_in_loss")
     },
+    "shaping": (
+        "the running moments of algorithm.reward.normalize",
+        (
+            *("algorithm.reward", "algorithm.masks", *(f"domains.*.reward.{name}" for name in ("name", "args", "terms", "format"))),
+            "reward_models.*.path",
+        ),
+    ),
     "agreement": (
         "the usual difference between engines and trainer",
         (

@@ -115,6 +115,10 @@ FIXED_KL, ADAPTIVE_KL = {"name": "fixed"}, {"name": "adaptive", "target": 0.1, "
         ("actor_infer", {"strategy": {"quantization": None}}, {"strategy": {"quantization": "fp8"}}, ["agreement"]),
         ("actor_infer", {"dtype": "float32", "devices": 1}, {"dtype": None, "devices": 2}, ["agreement"]),
         ("actor_infer", {"devices": 1, "restarts": 3}, {"devices": 2, "restarts": 0}, []),
+        ("algorithm.reward", {"scale": 1.0, "overlong": None}, {"scale": 10.0, "overlong": None}, ["shaping"]),
+        ("algorithm.reward", {"overlong": None}, {"overlong": {"buffer_tokens": 8}}, ["shaping"]),
+        ("domains.math.reward", {"name": "math", "args": {}}, {"name": "math", "args": {"wrong": -1.0}}, ["shaping"]),
+        ("domains.math.reward", {"workers": 1, "timeout_s": 1.0}, {"workers": 2, "timeout_s": 2.0}, []),
         ("algorithm.policy_loss", {"clip_low": 0.1}, {"clip_low": 0.2}, []),
     ],
 )
