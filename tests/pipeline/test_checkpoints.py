@@ -329,8 +329,12 @@ def test_a_reference_that_follows_the_actor_is_renewed_and_kept(config: RunConfi
     folder = Checkpoints(following, tmp_path).save(both, ROLLOUTS, {"steps_done": 1})
     assert (folder / "reference" / "weights").is_file()
     Checkpoints(config, tmp_path).save(both, ROLLOUTS, {"steps_done": 2})
-    with pytest.raises(ValueError, match="holds nothing for reference"):
-        Checkpoints(resuming(following, tmp_path), tmp_path / "next").load(both, SOURCE)
+    loaded: list[str] = []
+    both.reference.ranks.all = lambda method, *_: loaded.append(method.__name__) or []
+    Checkpoints(resuming(following, tmp_path), tmp_path / "next").load(both, SOURCE)
+    assert loaded == [], "where refresh is new, the reference stays the start model"
+    Checkpoints(resuming(following, folder), tmp_path / "next").load(both, SOURCE)
+    assert loaded == ["file_records", "load_checkpoint"]
 
 
 @pytest.mark.parametrize("kind", ["at once", "asynchronous", "exported"])
