@@ -63,8 +63,6 @@ class SupervisedRows:
         return self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not state:  # the run before had no algorithm.ptx
-            return
         if state["count"] != (rows := len(self._prompts)):
             message = f"algorithm.ptx.data has {rows} rows, and had {state['count']} when the checkpoint was written"
             raise ValueError(f"{message}: their order would be another one; go on with the same data")

@@ -28,7 +28,9 @@ ENGINES = """Likely causes:
 - the weights in the engine are not the trainer's: see whether the run ends earlier with weight_sync.verify: full
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
 UPDATED = """The engine's weights have likely gone wrong in that update; weight_sync.verify: full compares all of them after each one.
-If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
+If engines are meant to differ that much, """
+RAISE = "raise rollout.max_mismatch; null allows any difference."
+NULL = "set rollout.max_mismatch: null, which allows any difference; a higher number would not raise this limit."
 BOUND = {"float32": 0.01, "bfloat16": 0.2}
 """Maximum mean log-prob difference in nats for `rollout.max_mismatch: auto`, by the lower precision of engine and trainer."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
@@ -130,15 +132,16 @@ class Agreement:
         self._has_said = True
         if not places:
             return
-        whole = _mean(places.values())
-        if self._is_first and whole > self._bound:
+        # Updates since then also move older weights' samples, which a resumed run may have at once.
+        first = [sums for (_, age), sums in places.items() if age == CURRENT or not self._is_live] if self._is_first else []
+        if first and (whole := _mean(first)) > self._bound:
             raise EnginesDiffer(
                 f"engines and trainer disagree about the tokens of the first batch: their log-probs differ by {whole:.3g} nats "
                 f"on average, rollout.max_mismatch allows {self._bound:g}: they do not hold the same model\n"
                 f"{ENGINES if self._is_live else DUMPS}",
                 version,
             )
-        self._is_first = False
+        self._is_first = self._is_first and not first
         if not self._is_live:
             return
         for age in sorted({age for _, age in places}):
@@ -184,10 +187,11 @@ class Agreement:
             steps = self._exceeded[place] = self._exceeded.get(place, 0) + 1
             if is_current or steps >= max(LASTING_STEPS, age[0] + 1) or mean >= SUDDEN:
                 who = f"actor_infer[{engine}]{WATCH.where('actor_infer', engine)}" if engine >= 0 else "several engines"
+                remedy = RAISE if all(one.startswith("rollout.max_mismatch") for one in exceeded) else NULL
                 lasting = f", in {steps} steps in a row" if steps > 1 else ""
                 raise EnginesDiffer(
                     f"{who}, weights of version {version - age[1]}: log-probs of {tokens} tokens differ from the trainer's by "
-                    f"{mean:.3g} nats on average, at most {limit:.3g} is allowed ({why}){lasting}\n{UPDATED}",
+                    f"{mean:.3g} nats on average, at most {limit:.3g} is allowed ({why}){lasting}\n{UPDATED}{remedy}",
                     version,
                 )
         if usual:

@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ from roll_lite.pipeline.checkpoint_files import (
     write_list,
 )
 from roll_lite.pipeline.clusters import Model, Models, states
-from roll_lite.pipeline.resumed_settings import samples_continue
+from roll_lite.pipeline.resumed_settings import samples_continue, started_anew
 from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.model import ModelWorker
 
@@ -350,9 +350,10 @@ class Checkpoints:
         self.newest = earlier[-1] if earlier else None
 
     def _load_models(self, models: Models, folder: Path) -> None:
-        for role, model in self.stateful(models).items():
+        copy = self._on_nodes(folder)
+        for role, model in self.stateful(models, read_list(copy)).items():
             with model.loaded(states(Phase.CHECKPOINT)):
-                model.ranks.all(ModelWorker.load_checkpoint, self._on_nodes(folder) / role)
+                model.ranks.all(ModelWorker.load_checkpoint, copy / role)
 
     def _on_nodes(self, checkpoint: Path) -> Path:
         """Return the folder from which ranks load a checkpoint: a local copy if it is in a remote store."""
@@ -364,7 +365,7 @@ class Checkpoints:
         described = copy or folder
         with reaching(described):
             state, wanted = read_state(described, sizes=described == folder), read_list(described)
-        saved = self.stateful(models)
+        saved = self.stateful(models, wanted)
         if missing := [role for role in saved if described == folder and not (folder / role).is_dir()]:
             raise ValueError(f"checkpoint.resume: {folder} holds nothing for {', '.join(missing)}; was it written without?")
         for role, model in saved.items():
@@ -382,6 +383,8 @@ class Checkpoints:
             for name in () if is_local(described) else (*drivers, LIST_FILE):
                 download(folder / name, self._on_nodes(folder) / name)
         check_sums(folder, wanted, [(name, record(self._on_nodes(folder) / name)) for name in drivers])
+        for part in started_anew(state["config"], self._config.model_dump(mode="json")):
+            state["pipeline"].pop(part, None)
         return state
 
     def export_model(self, models: Models) -> Path:
@@ -410,10 +413,10 @@ class Checkpoints:
         expect_files(folder, {file: size for own in written for file, size in own.items()}, role)
         return folder
 
-    def stateful(self, models: Models) -> dict[str, Model[Any]]:
-        """Return the models that checkpoints save: trained ones, and a reference refreshed from the actor."""
+    def stateful(self, models: Models, files: Iterable[str] | None = None) -> dict[str, Model[Any]]:
+        """Return the models of `saved_roles`."""
         made: dict[str, Model[Any] | None] = {**models.trained, "reference": models.reference}
-        return {role: model for role in saved_roles(self._config) if (model := made.get(role)) is not None}
+        return {role: model for role in saved_roles(self._config, files) if (model := made.get(role)) is not None}
 
 
 @contextmanager

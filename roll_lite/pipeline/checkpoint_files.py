@@ -47,6 +47,10 @@ LIST_FILE = "files.json"
 UNFINISHED_FILE = "unfinished.parquet"
 NAME = re.compile(r"step_(\d+)")
 SCHEMA_VERSION = 6
+NEW_CRITIC = (
+    "its run had no critic, and none can be added on resume. Start a new run (checkpoint.resume=null) with the exported actor as "
+    "model.path; resumed without `critic` and with steps={steps}, a run exports this checkpoint's"
+)
 
 
 @dataclass(frozen=True)
@@ -239,8 +243,12 @@ def follows_actor(reference: ReferenceRoleConfig | None) -> bool:
     return reference is not None and reference.refresh is not None
 
 
-def saved_roles(config: RunConfig) -> list[str]:
-    return ["actor_train", "critic", *(["reference"] if follows_actor(config.reference) else [])]
+def saved_roles(config: RunConfig, files: Iterable[str] | None = None) -> list[str]:
+    """Return roles saved or, with a checkpoint's `files`, loaded."""
+    follows = follows_actor(config.reference)
+    if files is not None:  # without any, reference.refresh is new: until this checkpoint, the reference was the start model
+        follows = follows and any(name.startswith("reference/") for name in files)
+    return ["actor_train", "critic", *(["reference"] if follows else [])]
 
 
 def check_resumption(config: RunConfig) -> Iterator[Problem]:
@@ -269,10 +277,11 @@ def _check_folder(config: RunConfig, folder: Path) -> None:
         raise ValueError(f"{checkpoint / 'state.json'} has no {' and no '.join(absent)}; {remedy(checkpoint)}")
     if told := [str(change) for change in refused(_settings(state), config.model_dump(mode="json"), trains(config))]:
         raise ValueError(f"{checkpoint} was written with other settings, which may not change on resume: {'; '.join(told)}")
-    with_state = [role for role in saved_roles(config) if role in roles(config)]
+    with_state = [role for role in saved_roles(config, read_list(checkpoint)) if role in roles(config)]
     absent = [role for role in with_state if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
     if absent:
-        raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")
+        hint = NEW_CRITIC.format(steps=steps_of(checkpoint)) if absent == ["critic"] else remedy(checkpoint)
+        raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {hint}")
     for role in with_state:
         try:
             hf = read_hf_config(model_folder(config, roles(config)[role]))

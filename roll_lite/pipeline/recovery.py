@@ -174,7 +174,9 @@ class Recovery:
             if goes_back:
                 with phase("checkpoint"):
                     saved = self._checkpoints.go_back(self._models)
-                driver, service = (self._start, self._service_start) if saved is None else (saved["pipeline"], saved["rollouts"])
+                driver, service = self._start, self._service_start
+                if saved is not None:  # a checkpoint of other settings lacks what this run started anew
+                    driver, service = {**self._start, **saved["pipeline"]}, saved["rollouts"]
                 if self._rewinds:
                     self.reached, self.source_state = driver, service
             pipeline.restore(driver)

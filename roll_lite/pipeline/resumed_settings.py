@@ -1,4 +1,4 @@
-"""Compare a resumed run's settings with its checkpoint's: which changes are refused, which let samples in flight continue
+"""Compare a resumed run's settings with its checkpoint's: which changes are refused, let samples in flight continue, or reset driver state
 (docs/checkpoints.md)."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MOST_CHANGES = 12
 ABSENT = "absent"
 
 FIXED = ("mode", "seed", "actor_train.lora.rank", "actor_train.lora.alpha", "actor_train.lora.targets")
-"""Settings and sections that may not change."""
+"""Settings that may not change."""
 
 OF_SAMPLES = ("model", "domains", "rollout", "actor_infer", "reward_models", "judges")
 """Sections that affect how samples are generated and scored."""
@@ -29,6 +29,28 @@ HARMLESS = (
     *(f"domains.*.data.{name}" for name in ("validation", "validation_preset", "report_by")),
 )
 """Settings in OF_SAMPLES that do not affect samples, except those in OF_ENGINES. `*` matches any name."""
+
+# Per part of the driver's state (RLVRPipeline.remembering): its name in messages, and settings whose change makes the saved state wrong.
+STARTS_ANEW = {
+    **{
+        term: (f"the coefficient of algorithm.{term}", (f"algorithm.{term}.coef", f"algorithm.{term}.controller.name"))
+        for term in ("kl_in_reward", "kl_in_loss")
+    },
+    "shaping": (
+        "the running moments of algorithm.reward.normalize",
+        (
+            *("algorithm.reward", "algorithm.masks", *(f"domains.*.reward.{name}" for name in ("name", "args", "terms", "format"))),
+            "reward_models.*.path",
+        ),
+    ),
+    "agreement": (
+        "the usual difference between engines and trainer",
+        (
+            *("actor_infer.dtype", "actor_infer.strategy", "actor_train.strategy.layers", "actor_train.lora.engines"),
+            *("rollout.keep_mask", "algorithm.old_log_probs", "algorithm.routing_replay"),
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -65,14 +87,19 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") 
 
 
 def samples_continue(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """True if samples in flight may continue."""
     return all(change.is_harmless for change in changes(before, now))
 
 
 def refused(before: Mapping[str, Any], now: Mapping[str, Any], is_trained: bool) -> list[Change]:
-    """Return the changes that prevent resuming. `is_trained`: the run trains its actor; otherwise its LoRA settings may change."""
+    """Return changes that prevent resuming. `is_trained`: the run trains its actor; otherwise its LoRA settings may change."""
     found = [change for change in changes(before, now) if change.is_fixed and change.before != ABSENT]
     return [change for change in found if is_trained or not change.path.startswith("actor_train.")]
+
+
+def started_anew(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return keys of STARTS_ANEW with changed settings."""
+    found = list(changes(before, now))
+    return [part for part, (_, settings) in STARTS_ANEW.items() if any(covers(settings, change.path) for change in found)]
 
 
 def described(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -80,4 +107,6 @@ def described(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if not found:
         return "every setting is as it was"
     more = [f"and {len(found) - MOST_CHANGES} more"] if len(found) > MOST_CHANGES else []
+    anew = [STARTS_ANEW[part][0] for part in started_anew(before, now)]
+    more += [f"so this starts anew: {', '.join(anew)}"] if anew else []
     return "\n  ".join(["these settings differ from the checkpoint's (roll-lite docs checkpoints):", *found[:MOST_CHANGES], *more])

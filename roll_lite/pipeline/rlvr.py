@@ -225,7 +225,8 @@ class RLVRPipeline:
             self.compare(self.version, batch.rows, [report.mismatch for report in reports])
         # The estimator `abs` is no estimate of the KL; k3, on the same tokens, is.
         measured = "credit/kl_ref" if self.algorithm.kl_in_reward.estimator == "abs" else "credit/kl_in_reward"
-        self.kl_in_reward.step(per_token([report.sums for report in reports], measured, "credit/tokens"), training_rows(batch))
+        samples = training_rows(batch) if self.actor_trains else 0  # an actor that stays the reference would only lower the coefficient
+        self.kl_in_reward.step(per_token([report.sums for report in reports], measured, "credit/tokens"), samples)
 
     @phase("write_batch")
     def write_batch(self, batch: Batch) -> None:
@@ -239,7 +240,7 @@ class RLVRPipeline:
         actor, critic = self.models.actor, self.models.critic
         turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
         supervised: list[DataProto] = []
-        if self.steps_done >= self.algorithm.critic_warmup_steps:
+        if self.actor_trains:
             own = self.with_supervised(actor.shares(batch, self.actor_columns, mini_batches))
             supervised = [DataProto.concat(rows) for rows in zip(*(share.supervised for share in own), strict=True)]
             self.batch_files.write_supervised(self.steps_done + 1, supervised)
@@ -394,7 +395,8 @@ class RLVRPipeline:
     def restore(self, state: dict[str, Any]) -> None:
         self.steps_done, self.version = state["steps_done"], state["version"]
         for name, part in self.remembering.items():
-            part.load_state_dict(state.get(name, {}))  # algorithm.ptx may be new
+            if name in state:  # algorithm.ptx may be new; Checkpoints leaves out what starts anew
+                part.load_state_dict(state[name])
 
     def state_dict(self) -> dict[str, Any]:
         remembered = {name: part.state_dict() for name, part in self.remembering.items()}
@@ -404,6 +406,10 @@ class RLVRPipeline:
 
     def due(self, every: int) -> bool:
         return every > 0 and self.steps_done % every == 0
+
+    @property
+    def actor_trains(self) -> bool:
+        return self.steps_done >= self.algorithm.critic_warmup_steps
 
     @property
     def validation_is_due(self) -> bool:

@@ -305,13 +305,19 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
     model = project.write_model("runs/first/model")
     assert project.load("model.path=runs/latest/model").model.path == model
     assert project.problems(f"checkpoint.resume={state.parent}") == []
+    critic = "critic: {}\nalgorithm: {advantage: {name: gae}}\nrollout: {samples_per_prompt: 1}"
+    (problem,) = project.problems_of(critic, f"checkpoint.resume={state.parent}")
+    assert "holds nothing for critic; its run had no critic" in problem.message and "steps=2" in problem.message
+    refreshed = "reference: {refresh: {every: 1}}\nalgorithm: {kl_in_loss: {coef: 0.1}}"
+    assert project.problems_of(refreshed, f"checkpoint.resume={state.parent}") == [], "it was the start model until now"
     project.write(f"{state.parent}/actor_train/model.json", '{"layers": 99, "norm_eps": 1, "model.dtype": "float32", "outputs": "tokens"}')
     (problem,) = project.problems("checkpoint.resume=runs/latest")
     assert problem.path == "checkpoint.resume" and "actor_train holds another model: layers is 99 there, 6 here" in problem.message
     (state.parent / "actor_train" / "model.json").unlink()
     write_state(project, state, '{"schema_version": 6, "pipeline": {}, "rollouts": {}, "config": {"mode": "rollout_only"}}')
-    refreshed = "mode: rollout_only\nreference: {refresh: {every: 1}}\nalgorithm: {kl_in_loss: {coef: 0.1}}"
-    assert project.problems_of(refreshed, f"checkpoint.resume={state.parent}") == [], "no reference where nothing trains"
+    assert project.problems_of(f"mode: rollout_only\n{refreshed}", f"checkpoint.resume={state.parent}") == [], (
+        "no reference where nothing trains"
+    )
     write_state(project, state, "{")
     (problem,) = project.problems("checkpoint.resume=runs/latest")
     assert problem.path == "checkpoint.resume" and f"{state} cannot be read as JSON" in problem.message

@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from roll_lite.config.loading import load_config
+from roll_lite.config.schema.algorithm import AdaptiveKlConfig, KlInRewardConfig
 from roll_lite.config.schema.models import EmaConfig, ReferenceRoleConfig, RefreshConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.failures import RankFailed
@@ -261,6 +262,17 @@ def test_a_checkpoint_brings_the_drivers_state_back(config: RunConfig, tmp_path:
     assert Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"), SOURCE) == state
 
 
+def test_state_of_other_settings_stays_behind_at_the_start_and_at_every_return_to_the_checkpoint(config: RunConfig, tmp_path: Path) -> None:
+    state = {"steps_done": 4, "kl_in_reward": {"coef": 0.0}, "kl_in_loss": {"coef": 0.5}}
+    Checkpoints(config, tmp_path).save(parts("actor_train"), ROLLOUTS, state)
+    adaptive = KlInRewardConfig(coef=0.05, controller=AdaptiveKlConfig(target=0.1))
+    changed = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_in_reward": adaptive})})
+    checkpoints, kept = Checkpoints(resuming(changed, tmp_path), tmp_path / "next"), {"steps_done": 4, "kl_in_loss": {"coef": 0.5}}
+    assert checkpoints.load(parts("actor_train"), SOURCE) == kept
+    returned = checkpoints.go_back(parts("actor_train"))
+    assert returned is not None and returned["pipeline"] == kept
+
+
 def test_samples_under_way_come_back_unless_the_settings_of_samples_changed(config: RunConfig, tmp_path: Path) -> None:
     def given(changed: RunConfig) -> bytes:
         found: list[bytes] = []
@@ -317,8 +329,12 @@ def test_a_reference_that_follows_the_actor_is_renewed_and_kept(config: RunConfi
     folder = Checkpoints(following, tmp_path).save(both, ROLLOUTS, {"steps_done": 1})
     assert (folder / "reference" / "weights").is_file()
     Checkpoints(config, tmp_path).save(both, ROLLOUTS, {"steps_done": 2})
-    with pytest.raises(ValueError, match="holds nothing for reference"):
-        Checkpoints(resuming(following, tmp_path), tmp_path / "next").load(both, SOURCE)
+    loaded: list[str] = []
+    both.reference.ranks.all = lambda method, *_: loaded.append(method.__name__) or []
+    Checkpoints(resuming(following, tmp_path), tmp_path / "next").load(both, SOURCE)
+    assert loaded == [], "where refresh is new, the reference stays the start model"
+    Checkpoints(resuming(following, folder), tmp_path / "next").load(both, SOURCE)
+    assert loaded == ["file_records", "load_checkpoint"]
 
 
 @pytest.mark.parametrize("kind", ["at once", "asynchronous", "exported"])

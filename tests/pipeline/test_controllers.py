@@ -60,6 +60,9 @@ def test_mistake_11_the_controller_of_the_reward_is_stepped_once_per_step_over_a
     rows = batch(20)
     rows.add = lambda blocks: None  # type: ignore[method-assign]
     made.assign_credit(rows)
+    assert made.kl_in_reward.coef == 0.5, "while the critic warms up"
+    made.steps_done = config.algorithm.critic_warmup_steps
+    made.assign_credit(rows)
     assert made.kl_in_reward.coef == pytest.approx(0.5 * (1 + 0.2 * 0.2))
     assert made.kl_in_loss.coef == 0.5
 
@@ -74,6 +77,7 @@ def test_the_controller_of_an_abs_term_looks_at_a_kl(config: RunConfig) -> None:
     made = pipeline(config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_in_reward": term})}), actor=actor)
     rows = batch(20)
     rows.add = lambda blocks: None  # type: ignore[method-assign]
+    made.steps_done = config.algorithm.critic_warmup_steps
     made.assign_credit(rows)
     assert made.kl_in_reward.coef == pytest.approx(0.5 * (1 - 0.2 * 0.2))
 
@@ -105,6 +109,10 @@ def test_mistake_11_controllers_and_moments_go_through_the_checkpoint(config: Ru
     assert second.steps_done == 7
     assert (second.kl_in_reward.coef, second.kl_in_loss.coef) == (0.25, 0.75)
     assert second.state_dict() == saved
+    del saved["kl_in_reward"]  # as Checkpoints does where its settings have changed
+    third = pipeline(config, checkpoints=SimpleNamespace(load=lambda clusters, source: saved, continues_in_folder=False, newest=None))
+    third.resume()
+    assert (third.kl_in_reward.coef, third.kl_in_loss.coef) == (0.5, 0.75)
 
 
 def test_a_mean_over_tokens_is_taken_over_sums() -> None:

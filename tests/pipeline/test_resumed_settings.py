@@ -15,10 +15,12 @@ from roll_lite.pipeline.resumed_settings import (
     MOST_CHANGES,
     OF_ENGINES,
     OF_SAMPLES,
+    STARTS_ANEW,
     changes,
     described,
     refused,
     samples_continue,
+    started_anew,
 )
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
@@ -63,7 +65,7 @@ def test_every_entry_names_a_setting() -> None:
         for path, section in sections()
         for end in [(), *((name,) for name in section.model_fields)]
     ]
-    for entry in (*FIXED, *OF_SAMPLES, *OF_ENGINES, *HARMLESS):
+    for entry in (*FIXED, *OF_SAMPLES, *OF_ENGINES, *HARMLESS, *(entry for _, entries in STARTS_ANEW.values() for entry in entries)):
         assert any(name == entry or fnmatch(name, entry) for name in names), entry
 
 
@@ -100,12 +102,40 @@ def test_one_message_lists_all() -> None:
     assert described({}, many).splitlines()[-1] == "  and 3 more"
 
 
+FIXED_KL, ADAPTIVE_KL = {"name": "fixed"}, {"name": "adaptive", "target": 0.1, "horizon": 100}
+
+
+@pytest.mark.parametrize(
+    ("section", "before", "now", "anew"),
+    [
+        ("algorithm.kl_in_reward", {"coef": 0.0, "controller": FIXED_KL}, {"coef": 0.05, "controller": ADAPTIVE_KL}, ["kl_in_reward"]),
+        ("algorithm.kl_in_loss", {"coef": 0.05, "controller": FIXED_KL}, {"coef": 0.05, "controller": ADAPTIVE_KL}, ["kl_in_loss"]),
+        ("algorithm.kl_in_loss", {"coef": 0.01, "controller": ADAPTIVE_KL}, {"coef": 0.05, "controller": ADAPTIVE_KL}, ["kl_in_loss"]),
+        ("algorithm.kl_in_loss.controller", ADAPTIVE_KL, {**ADAPTIVE_KL, "target": 0.2}, []),
+        ("actor_infer", {"strategy": {"quantization": None}}, {"strategy": {"quantization": "fp8"}}, ["agreement"]),
+        ("actor_infer", {"dtype": "float32", "devices": 1}, {"dtype": None, "devices": 2}, ["agreement"]),
+        ("actor_infer", {"devices": 1, "restarts": 3}, {"devices": 2, "restarts": 0}, []),
+        ("algorithm.reward", {"scale": 1.0, "overlong": None}, {"scale": 10.0, "overlong": None}, ["shaping"]),
+        ("algorithm.reward", {"overlong": None}, {"overlong": {"buffer_tokens": 8}}, ["shaping"]),
+        ("domains.math.reward", {"name": "math", "args": {}}, {"name": "math", "args": {"wrong": -1.0}}, ["shaping"]),
+        ("domains.math.reward", {"workers": 1, "timeout_s": 1.0}, {"workers": 2, "timeout_s": 2.0}, []),
+        ("algorithm.policy_loss", {"clip_low": 0.1}, {"clip_low": 0.2}, []),
+    ],
+)
+def test_state_that_no_longer_holds_starts_anew(section: str, before: Any, now: Any, anew: list[str]) -> None:
+    was, is_now = nested(section, before), nested(section, now)
+    assert started_anew(was, is_now) == anew
+    last = described(was, is_now).splitlines()[-1].strip()
+    assert (last == f"so this starts anew: {', '.join(STARTS_ANEW[part][0] for part in anew)}") == bool(anew)
+
+
 def test_the_page_shows_the_tables() -> None:
     page = DOCS.read_text(encoding="utf-8").splitlines()
     rows = {
         "may not be made": FIXED,
         "holds from the next step, and leaves samples under way as they are": [one for one in HARMLESS if one != "domains.*.share"],
         "holds from the next step, and starts samples under way again": [*OF_ENGINES, *OF_SAMPLES],
+        **dict(STARTS_ANEW.values()),
     }
     for effect, entries in rows.items():
         (line,) = [line for line in page if line.startswith(f"| {effect} |")]
