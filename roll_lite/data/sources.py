@@ -184,11 +184,14 @@ def _table(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, dic
 
 
 def _batches(path: Path, columns: Sequence[str] | None) -> Iterator[Any]:
-    from pyarrow import csv, parquet
+    from pyarrow import csv, parquet, string
 
     if path.suffix == ".csv":
         quoted = csv.ParseOptions(newlines_in_values=True)
-        yield from csv.read_csv(path, parse_options=quoted).to_batches(ROWS_AT_ONCE)
+        with csv.open_csv(path, parse_options=quoted) as file:
+            texts = dict.fromkeys(file.schema.names, string())  # guessed types would turn 007 into 7 and, beside 2.5, 1 into 1.0
+        as_written = csv.ConvertOptions(column_types=texts, null_values=[""], strings_can_be_null=True)
+        yield from csv.read_csv(path, parse_options=quoted, convert_options=as_written).to_batches(ROWS_AT_ONCE)
         return
     if path.suffix == ".parquet":
         with parquet.ParquetFile(path, memory_map=True) as file:
