@@ -66,6 +66,13 @@ def test_files_that_are_read_if_they_are_named(tmp_path: Path) -> None:
     assert "holds no .jsonl, .parquet, .arrow file" in refusal(tmp_path), "in a folder they may be anything"
 
 
+@pytest.mark.parametrize(("name", "text"), [("rows.json", "[%s, %s]"), ("rows.jsonl", "%s\n%s\n")])
+def test_half_a_character_makes_its_row_unreadable(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text % ('{"prompt": "\\ud83d\\ude00"}', '{"prompt": "\\ud83d"}'))
+    half = "not valid text: \\ud83d is half of a character (a surrogate without its pair)"
+    assert contents(tmp_path / name) == [{"prompt": "\U0001f600"}, half]
+
+
 @pytest.mark.parametrize("cell", ["007", "1e3", "12345678901234567890123", "true", "2020-01-01", "12:30", "NA", " 2 "])
 def test_cells_of_csv_are_as_written(tmp_path: Path, cell: str) -> None:
     """Types that a reader guesses from other rows would change an answer."""
