@@ -42,7 +42,7 @@ def test_rows_become_prompts(tmp_path: Path, make_tokenizer: MakeTokenizer) -> N
     )
     config = domain(path, {"prompt": "question", "weight": "level"}, template={"name": "plain", "text": "add {prompt} {polite}"})
     prompts = load_prompts("sums", config, "train", make_tokenizer())
-    assert len(prompts) == 2 and prompts.longest == 5
+    assert len(prompts) == 2 and prompts.lengths == [5, 2]
     assert prompts[0].text == "add one and two please"
     assert prompts[0].token_ids == (3, 4, 12, 5, 7)
     assert prompts[0].answer == 3 and prompts[0].question == "one and two"
