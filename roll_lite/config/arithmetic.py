@@ -300,11 +300,15 @@ def roles(config: RunConfig) -> dict[str, Role]:
 def derive(config: RunConfig) -> BatchArithmetic:
     shares = {name: Fraction(str(domain.share)) for name, domain in config.domains.items()}
     prompts, algorithm, by_role = config.rollout.prompts_per_step, config.algorithm, roles(config)
+    averages = _with_minima(
+        {name: prompts * share / sum(shares.values()) for name, share in shares.items()},
+        {name: domain.min_prompts for name, domain in config.domains.items()},
+    )
     domains = tuple(
         DomainArithmetic(
             name=name,
             share=shares[name] / sum(shares.values()),
-            prompts_per_step=prompts * shares[name] / sum(shares.values()),
+            prompts_per_step=averages[name],
             min_prompts=domain.min_prompts,
             samples_per_prompt=group_size(config, domain),
             max_tokens=domain.sampling.max_prompt_tokens + domain.sampling.max_tokens,
@@ -363,14 +367,26 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
                 yield PassArithmetic(name, "training", *_fullest_rank(mini_batch, ranks), longest, *role.in_training, *divisors)
 
 
+def _with_minima(averages: dict[str, Fraction], least: dict[str, int]) -> dict[str, Fraction]:
+    # As BatchPlan: whoever is most above the own minimum gives prompts to those below theirs.
+    none = Fraction(0)
+    above = {name: average - least[name] for name, average in averages.items()}
+    givers = sorted((one for one in above.values() if one > 0), reverse=True)
+    missing = -sum((one for one in above.values() if one < 0), none)
+    levels = ((sum(givers[:count], none) - missing) / count for count in range(1, len(givers) + 1))
+    level = next((level for level, following in zip(levels, [*givers[1:], none], strict=False) if level >= following), none)
+    return {name: least[name] + max(min(one, level), none) for name, one in above.items()}
+
+
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
     """Maximum samples in a batch. Domains with the most samples per prompt get up to two prompts more than their average, unless the
     average is whole. `min_prompts` takes prompts from other domains."""
     prompts = int(sum(one.prompts_per_step for one in domains))
-    spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
-    most = {one.name: max(int(one.prompts_per_step) + spare[one.name], one.min_prompts) for one in domains}
-    taken = sum(max(one.min_prompts - max(ceil(one.prompts_per_step) - spare[one.name], 0), 0) for one in domains)
-    least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name] - taken, one.min_prompts, 0) for one in domains}
+    average = {one.name: prompts * one.share for one in domains}
+    spare = {name: 0 if one.denominator == 1 else 2 for name, one in average.items()}
+    most = {one.name: max(int(average[one.name]) + spare[one.name], one.min_prompts) for one in domains}
+    taken = sum(max(one.min_prompts - max(ceil(average[one.name]) - spare[one.name], 0), 0) for one in domains)
+    least = {one.name: max(ceil(average[one.name]) - spare[one.name] - taken, one.min_prompts, 0) for one in domains}
     left = prompts - sum(least.values())
     samples = 0
     for one in sorted(domains, key=lambda one: one.samples_per_prompt, reverse=True):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from roll_lite.config.checks.scoring_models import SCORERS
 from roll_lite.config.compose.layers import Composition
 from roll_lite.config.problems import Missing, Path, covers, dotted
 
 TRAINING = (
-    *("steps", "actor_train", "reference", "critic", "replay", "algorithm", "batches", "checkpoint", "weight_sync", "profile"),
+    *("steps", "actor_train", "reference", "critic", "replay", "algorithm", "batches", "checkpoint", "weight_sync", "profile", "chaos"),
     *("validation.enabled", "domains.*.share", "domains.*.min_prompts", "domains.*.samples_per_prompt"),
     *(f"domains.*.data.{name}" for name in ("train", "weight", "epochs", "filter.difficulty", "filter.difficulty_range")),
 )
@@ -21,11 +22,13 @@ def without_training(composed: Composition) -> Composition:
     domains = composed.data.get("domains")
     domains = domains if isinstance(domains, dict) else {}
     sections = {name: domain.get("data") for name, domain in domains.items() if isinstance(domain, dict)}
-    held_out = [name for name, data in sections.items() if isinstance(data, dict) and data.get("validation")]
+    held_out = {name for name, data in sections.items() if isinstance(data, dict) and data.get("validation")} or set(sections)
+    evaluated = [domains[name] for name in held_out]
+    left_out = {"domains": set(sections) - held_out}
+    left_out |= {section: _unused(section, composed.data.get(section), evaluated) for section in SCORERS}
 
     def is_left_out(path: Path) -> bool:
-        of_rollout, of_domain = (path[0] == section and len(path) > 1 for section in ("rollout", "domains"))
-        if (of_rollout and path[1] not in ROLLOUT) or (of_domain and held_out and path[1] in sections and path[1] not in held_out):
+        if len(path) > 1 and (path[1] in left_out.get(path[0], ()) or (path[0] == "rollout" and path[1] not in ROLLOUT)):
             return True
         return covers(TRAINING, dotted(path))
 
@@ -40,3 +43,13 @@ def without_training(composed: Composition) -> Composition:
     problems = [one for one in composed.problems if not (isinstance(one, Missing) and is_left_out(tuple(one.path.split("."))))]
     broken = {path for path in composed.broken if not path or not is_left_out(path)}
     return replace(composed, data=data, problems=problems, broken=broken)
+
+
+def _unused(section: str, models: Any, domains: list[dict[str, Any]]) -> set[str]:
+    # If a reward names an unknown one, none counts as unused: the name may be misspelt.
+    _, reward, argument = SCORERS[section]
+    rewards = [domain["reward"] for domain in domains if isinstance(domain.get("reward"), dict)]
+    terms = [term for one in rewards if isinstance(one.get("terms"), list) for term in one["terms"] if isinstance(term, dict)]
+    parts = [part["args"] for part in [*rewards, *terms] if part.get("name") == reward and isinstance(part.get("args"), dict)]
+    named = {str(args[argument]) for args in parts if argument in args}
+    return set(models) - named if isinstance(models, dict) and named <= set(models) else set()

@@ -66,8 +66,8 @@ class PromptSet:
         return (self[uid] for uid in range(len(self)))
 
     @property
-    def longest(self) -> int:
-        return max(map(len, self._ids)) // np.dtype(np.int32).itemsize
+    def lengths(self) -> list[int]:
+        return [len(ids) // np.dtype(np.int32).itemsize for ids in self._ids]
 
     def counts(self) -> str:
         out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())

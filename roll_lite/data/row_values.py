@@ -75,15 +75,22 @@ def reported_value(row: Mapping[str, Any], column: str) -> str | float:
     return value
 
 
+def _number(row: Mapping[str, Any], column: str) -> Any:
+    value = cell(row, column)
+    with suppress(ValueError):  # a CSV file's cells are texts
+        return float(value) if isinstance(value, str) else value
+    return value
+
+
 def difficulty_of(row: Mapping[str, Any], column: str) -> float:
-    number: float = cell(row, column)
+    number: float = _number(row, column)
     if type(number) not in (int, float) or number != number:
         raise RowError(column, f"a difficulty is a number, got {show(number)}")
     return number
 
 
 def weight_of(row: Mapping[str, Any], column: str | None) -> float:
-    weight = 1.0 if column is None else cell(row, column)
+    weight = 1.0 if column is None else _number(row, column)
     if type(weight) not in (int, float) or not 0 <= weight <= LARGEST_WEIGHT:
         raise RowError(str(column), f"the weight of a sample is a number of at least 0, got {show(weight)}")
     return float(weight)

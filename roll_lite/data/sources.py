@@ -130,7 +130,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
         is_list = path.suffix == ".json" and file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
     if is_list:
         for number, row in enumerate(read_json(path), start=1):
-            yield number, _if_object(row)
+            yield number, _if_text(row)
         return
     with path.open("rb") as lines:  # bytes, so that invalid UTF-8 is an error of its line only
         for number, line in enumerate(lines, start=1):
@@ -142,16 +142,20 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 def _parsed(raw: bytes) -> dict[str, Any] | str:
     try:
         row = json.loads(raw.decode("utf-8"))
-        if _SURROGATE.search(raw):
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        return f"not valid text: \\u{ord(error.object[error.start]):04x} is half of a character (a surrogate without its pair)"
+        return _if_text(row) if _SURROGATE.search(raw) else _if_object(row)
     except UnicodeDecodeError as error:
         return f"character {error.start + 1}: not valid UTF-8"
     except json.JSONDecodeError as error:
         return f"character {error.pos + 1}: not valid JSON: {error.msg}"
     except (ValueError, RecursionError) as error:  # thousands of digits or brackets
         return f"not valid JSON: {first_line(error)}"
+
+
+def _if_text(row: Any) -> dict[str, Any] | str:
+    try:
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"not valid text: \\u{ord(error.object[error.start]):04x} is half of a character (a surrogate without its pair)"
     return _if_object(row)
 
 
@@ -184,11 +188,14 @@ def _table(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, dic
 
 
 def _batches(path: Path, columns: Sequence[str] | None) -> Iterator[Any]:
-    from pyarrow import csv, parquet
+    from pyarrow import csv, parquet, string
 
     if path.suffix == ".csv":
         quoted = csv.ParseOptions(newlines_in_values=True)
-        yield from csv.read_csv(path, parse_options=quoted).to_batches(ROWS_AT_ONCE)
+        with csv.open_csv(path, parse_options=quoted) as file:
+            texts = dict.fromkeys(file.schema.names, string())  # guessed types would turn 007 into 7 and, beside 2.5, 1 into 1.0
+        as_written = csv.ConvertOptions(column_types=texts, null_values=[""], strings_can_be_null=True)
+        yield from csv.read_csv(path, parse_options=quoted, convert_options=as_written).to_batches(ROWS_AT_ONCE)
         return
     if path.suffix == ".parquet":
         with parquet.ParquetFile(path, memory_map=True) as file:

@@ -24,12 +24,20 @@ class SupervisedRows:
             self._prompts = load_prompts("ptx", config.as_domain, "train", tokenizer)
         except ValueError as error:
             raise ValueError(str(error).replace("domains.ptx", "algorithm.ptx")) from error
+        is_full = [config.data.answer is not None and length >= config.max_tokens for length in self._prompts.lengths]
+        self._full = {number for number, full in enumerate(is_full) if full}
+        if all(is_full):
+            raise ValueError(f"algorithm.ptx.max_tokens: all prompts have {config.max_tokens} tokens or more, no answer has room; use more")
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
+    def notes(self) -> list[str]:
+        full, rows = len(self._full), len(self._prompts)
+        return [f"algorithm.ptx.max_tokens: {full} of {rows} rows are left out: their prompt leaves no room for the answer"] if full else []
+
     def draw(self) -> DataProto:
-        """Draw the rows of one optimizer step. `ptx_weight` is algorithm.ptx.coef / number of learned tokens, so the weighted sum of
+        """Draw one optimizer step's rows. `ptx_weight` is algorithm.ptx.coef / number of learned tokens, so the weighted sum of
         cross-entropies is coef times their mean."""
-        rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
+        rows = [self._row(self._next()) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
             {
@@ -47,8 +55,13 @@ class SupervisedRows:
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_parity_tokens), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
+    def _next(self) -> int:
+        while (number := self._order.next()[1]) in self._full:
+            pass
+        return number
+
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids of a row, and mask of tokens to learn: answer and end of sequence or, without an answer column, all."""
+        """Token ids of a row, and mask of tokens to learn: answer and end of sequence; without answer column: all."""
         prompt, first = self._prompts[number], 0
         ids = list(prompt.token_ids)
         if self._config.data.answer is not None:
@@ -70,7 +83,7 @@ class SupervisedRows:
 
 
 def append_supervised(own: DataProto, supervised: DataProto) -> DataProto:
-    """Append supervised rows to the rows of samples. Columns that supervised rows lack are filled with padding."""
+    """Append supervised rows to the rows of samples. Columns that supervised rows lack are padding."""
     lengths = supervised.lengths
     missing = {name: _nothing(name, column, lengths) for name, column in own.columns.items() if name not in supervised}
     return DataProto.concat([own.with_columns(ptx_weight=torch.zeros(len(own))), supervised.with_columns(**missing)])

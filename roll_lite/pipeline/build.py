@@ -100,14 +100,13 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
         models = replace(models, engines=live.engines)
     source = live or ReplayedRollouts(start.replay())
     initialize_all(models.all, live, [name for name, model in config.reward_models.items() if model.offload])
-    for line in [*start.notes(), *(live.notes() if live is not None else [])]:
+    ptx = supervised_rows(config)
+    for line in [*start.notes(), *(live.notes() if live is not None else []), *(ptx.notes() if ptx is not None else [])]:
         journal.console.message(line)
     batch_files = BatchFiles(config, folder, nodes_without_run_folder)
     batch_files.keep_start(models)
     traces = Traces(models, live.engines if live is not None else None, journal, config.profile.steps, nodes_without_run_folder)
-    return RLVRPipeline(
-        config, models, source, journal, Checkpoints(config, folder, nodes_without_run_folder), batch_files, supervised_rows(config), traces
-    )
+    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder, nodes_without_run_folder), batch_files, ptx, traces)
 
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 
+import pytest
 import torch
 from config_project import Project
 from hypothesis import assume, given, settings
@@ -14,6 +16,7 @@ from roll_lite.config.arithmetic import (
     PassArithmetic,
     _fullest_rank,
     _largest_batch,
+    _with_minima,
     derive,
     device_numbers,
     held_out_sampling,
@@ -114,6 +117,8 @@ def test_quotas_that_are_no_whole_numbers(project: Project) -> None:
     assert [one.prompts_per_step for one in arithmetic.domains] == [Fraction(7, 2), Fraction(7, 2)]
     assert arithmetic.samples_per_step == 28
     assert "3.50 on average" in render(arithmetic)
+    with_minimum = derive(project.load("rollout.prompts_per_step=7", "domains.add.min_prompts=6"))
+    assert [one.prompts_per_step for one in with_minimum.domains] == [6, 1]
 
 
 def test_passes_are_those_of_the_largest_batch(project: Project) -> None:
@@ -138,6 +143,29 @@ def test_no_batch_is_larger(domains: list[tuple[int, int, int]], prompts: int) -
         quota = plan.next_quota()
         assert all(quota[name] >= count for name, count in least.items())
         assert sum(quota[one.name] * one.samples_per_prompt for one in told) <= _largest_batch(told)
+
+
+@pytest.mark.parametrize(
+    ("shares", "least", "prompts"),
+    [
+        ([98, 1, 1], [0, 8, 0], [23.68, 8, 0.32]),
+        ([1, 1, 1], [0, 16, 0], [8, 16, 8]),
+        ([3, 2, 1, 2], [0, 0, 20, 6], [2, 2, 20, 8]),
+        ([1, 1], [16, 16], [16, 16]),
+        ([3, 1], [5, 5], [24, 8]),
+    ],
+)
+def test_averages_count_minima(shares: list[int], least: list[int], prompts: list[float]) -> None:
+    names = [str(number) for number in range(len(shares))]
+    minima = dict(zip(names, least, strict=True))
+    averages = _with_minima({name: Fraction(32 * share, sum(shares)) for name, share in zip(names, shares, strict=True)}, minima)
+    assert sum(averages.values()) == 32 and [float(averages[name]) for name in names] == pytest.approx(prompts)
+    plan = BatchPlan(dict(zip(names, map(float, shares), strict=True)), minima)
+    plan.size = 32
+    planned = Counter[str]()
+    for _ in range(100):
+        planned.update(plan.next_quota())
+    assert [planned[name] / 100 for name in names] == pytest.approx(prompts, abs=0.1), "what the run does"
 
 
 def test_an_engine_may_be_told_a_longer_sequence(project: Project) -> None:

@@ -10,6 +10,7 @@ from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.environments.check import check_environments
 from roll_lite.files import CONFIGS
+from roll_lite.rewards.registry import check_rewards
 
 
 def evaluation(name: str, *overrides: str) -> RunConfig:
@@ -23,7 +24,13 @@ def mistakes(name: str, *overrides: str) -> list[str]:
 
 
 def test_settings_of_training_are_not_read_however_wrong_they_are() -> None:
-    wrong = ("actor_train.strategy.tensor_parallel=7", "algorithm={mini_batches: 7, advantage: grpo}", "steps=0", "checkpoint.keep=0")
+    wrong = (
+        "actor_train.strategy.tensor_parallel=7",
+        "algorithm={mini_batches: 7, advantage: grpo}",
+        "steps=0",
+        "checkpoint.keep=0",
+        "chaos.targets=[actor_train]",
+    )
     config = evaluation("tiny_ppo", *wrong, "rollout={dump: true, prompts_per_step: 3, retries: 5}", "domains.add.samples_per_prompt=1")
     assert config.critic is None and list(roles(config)) == ["actor_infer"]
     assert (config.rollout.retries, config.rollout.prompts_per_step, config.rollout.dump) == (5, 32, False)
@@ -47,6 +54,24 @@ def test_domains_without_held_out_prompts_are_left_out_unless_there_are_no_other
     assert list(evaluation("tiny_grpo", *without[:2]).domains) == ["repeat"]
     needs = "mode: evaluate needs held-out prompts; name their file, or a data set of the hub"
     assert mistakes("tiny_grpo", *without) == [f"domains.add.data.validation = null: {needs}  [command line]"]
+
+
+@pytest.mark.parametrize(
+    ("section", "reward"),
+    [
+        ("reward_models", "{name: model, args: {model: %s}}"),
+        ("judges", "{name: judge, args: {server: %s}}"),
+        ("judges", "{name: exact, terms: [{name: judge, args: {server: %s}}]}"),
+    ],
+)
+def test_scoring_models_of_domains_that_are_left_out_are_left_out_too(section: str, reward: str) -> None:
+    models, chat = "{one: {path: one}, two: {path: two}}", f"{{data: {{train: rows.jsonl}}, reward: {reward % 'two'}}}"
+    given = ["mode=evaluate", f"{section}={models}", f"domains.chat={chat}"]
+    scored = f"domains.add.reward={reward}"
+    kept = [getattr(load_config("tiny_grpo", CONFIGS, [*given, *more], files=False), section) for more in ([], [scored % "one"])]
+    assert list(map(list, kept)) == [[], ["one"]]
+    with pytest.raises(ConfigError, match="no such .*; valid here: one, two"):
+        load_config("tiny_grpo", CONFIGS, [*given, scored % "three"], files=False, further=[check_rewards])
 
 
 def test_a_validation_that_training_has_switched_off_is_on() -> None:

@@ -318,6 +318,13 @@ def test_without_files_of_ones_own_those_of_the_hub_are_read(tmp_path: Path) -> 
     written = data.model_dump(mode="json")
     assert written["train"].startswith("hf://openai/gsm8k/main?split=train")
     assert written["validation"].startswith("hf://math-ai/aime25?split=test")
+    (tmp_path / "probe.yaml").write_text(config_text(", validation_preset: aime2025").replace("preset: gsm8k, ", ""))
+    own, without = (
+        load_config("probe", tmp_path, ["+domains.words.reward=math", *more], files=False).domains["words"].data
+        for more in ([], ["domains.words.data.validation=null"])
+    )
+    assert own.preset is None and own.model_dump(mode="json")["validation"] == written["validation"], "beside training files of one's own"
+    assert without.validation is None
 
 
 def test_mistakes_are_told_at_their_place(tmp_path: Path) -> None:

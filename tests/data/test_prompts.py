@@ -42,7 +42,7 @@ def test_rows_become_prompts(tmp_path: Path, make_tokenizer: MakeTokenizer) -> N
     )
     config = domain(path, {"prompt": "question", "weight": "level"}, template={"name": "plain", "text": "add {prompt} {polite}"})
     prompts = load_prompts("sums", config, "train", make_tokenizer())
-    assert len(prompts) == 2 and prompts.longest == 5
+    assert len(prompts) == 2 and prompts.lengths == [5, 2]
     assert prompts[0].text == "add one and two please"
     assert prompts[0].token_ids == (3, 4, 12, 5, 7)
     assert prompts[0].answer == 3 and prompts[0].question == "one and two"
@@ -99,7 +99,7 @@ def test_held_out_prompts_need_no_weight(tmp_path: Path, make_tokenizer: MakeTok
 
 def test_bad_weights_name_their_line(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
     """FINDINGS 6.9: a weight that cannot be read is an error, never a 0 or a 1."""
-    bad = ["-0.5", '"2"', "true", "null", "NaN", "Infinity", "1e39", "[1]"]
+    bad = ["-0.5", '"two"', "true", "null", "NaN", "Infinity", "1e39", "[1]"]
     path = written(tmp_path, *[f'{{"prompt": "one", "answer": 1, "w": {weight}}}' for weight in bad], {"prompt": "one", "answer": 1})
     lines = mistakes(domain(path, {"weight": "w"}), make_tokenizer()).split("\n")[1:]
     shown = [*bad[:6], "1e+39", "[1]"]
@@ -286,6 +286,13 @@ def test_filters_leave_rows_out_and_count_them(tmp_path: Path, make_tokenizer: M
     assert [prompt.columns["rate"] for prompt in held_out] == [0.1, 0.2, 0.8], "difficulty steers the training only"
 
 
+def test_difficulty_and_weight_are_numbers_in_csv_too(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
+    (path := tmp_path / "train.csv").write_text("prompt,answer,rate,w\none,007,0.1,1\ntwo,2.5,0.5,3\n")
+    config = domain(path, {"weight": "w", "filter": {"difficulty": "rate", "difficulty_range": [0, 0.2]}})
+    prompts = load_prompts("sums", config, "train", make_tokenizer())
+    assert [(prompt.answer, prompt.weight) for prompt in prompts] == [("007", 1.0)]
+
+
 def test_a_filter_that_leaves_nothing_is_a_mistake(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
     path = written(tmp_path, {"prompt": "one", "answer": 1, "rate": 1})
     config = domain(path, {"filter": {"difficulty": "rate", "difficulty_range": [0, 0.5]}})
@@ -295,7 +302,7 @@ def test_a_filter_that_leaves_nothing_is_a_mistake(tmp_path: Path, make_tokenize
 
 
 def test_difficulties_are_numbers(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
-    path = written(tmp_path, *[f'{{"prompt": "one", "answer": 1, "rate": {rate}}}' for rate in ("NaN", '"0.5"', "true", "null")])
+    path = written(tmp_path, *[f'{{"prompt": "one", "answer": 1, "rate": {rate}}}' for rate in ("NaN", '"half"', "true", "null")])
     config = domain(path, {"filter": {"difficulty": "rate", "difficulty_range": [0, 1]}})
     assert mistakes(config, make_tokenizer()).count("column 'rate': a difficulty is a number, got ") == 4
 

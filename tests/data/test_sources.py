@@ -55,7 +55,7 @@ def test_files_that_are_read_if_they_are_named(tmp_path: Path) -> None:
     as_jsonl(tmp_path / "lines.json")
     (tmp_path / "rows.csv").write_text('prompt,answer,level\none,1,0.1\n"a\nb","say ""c""",0.5\n')
     assert contents(tmp_path / "list.json") == contents(tmp_path / "lines.json") == ROWS
-    assert contents(tmp_path / "rows.csv")[1] == {"prompt": "a\nb", "answer": 'say "c"', "level": 0.5}
+    assert contents(tmp_path / "rows.csv")[1] == {"prompt": "a\nb", "answer": 'say "c"', "level": "0.5"}
     (tmp_path / "mixed.json").write_text('[{"prompt": "a"}, 3]')
     assert contents(tmp_path / "mixed.json")[1] == "must be a JSON object with one entry per column, got 3"
     (tmp_path / "broken.json").write_text("[{]")
@@ -64,6 +64,26 @@ def test_files_that_are_read_if_they_are_named(tmp_path: Path) -> None:
     assert "cannot be read as csv: CSV parse error" in refusal(tmp_path / "broken.csv")
     shutil.copy(tmp_path / "list.json", tmp_path / "empty.json")
     assert "holds no .jsonl, .parquet, .arrow file" in refusal(tmp_path), "in a folder they may be anything"
+
+
+@pytest.mark.parametrize(("name", "text"), [("rows.json", "[%s, %s]"), ("rows.jsonl", "%s\n%s\n")])
+def test_half_a_character_makes_its_row_unreadable(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text % ('{"prompt": "\\ud83d\\ude00"}', '{"prompt": "\\ud83d"}'))
+    half = "not valid text: \\ud83d is half of a character (a surrogate without its pair)"
+    assert contents(tmp_path / name) == [{"prompt": "\U0001f600"}, half]
+
+
+@pytest.mark.parametrize("cell", ["007", "1e3", "12345678901234567890123", "true", "2020-01-01", "12:30", "NA", " 2 "])
+def test_cells_of_csv_are_as_written(tmp_path: Path, cell: str) -> None:
+    """Types that a reader guesses from other rows would change an answer."""
+    (tmp_path / "rows.csv").write_text(f'prompt,answer\none,{cell}\ntwo,2.5\n"",\n')
+    assert contents(tmp_path / "rows.csv") == [
+        {"prompt": "one", "answer": cell},
+        {"prompt": "two", "answer": "2.5"},
+        {"prompt": None, "answer": None},
+    ]
+    (tmp_path / "rows.csv").write_text(f"answer\n{cell}\n")
+    assert contents(tmp_path / "rows.csv") == [{"answer": cell}], "no row beside it"
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 1024])

@@ -51,6 +51,19 @@ def test_a_text_is_learned_whole_and_cut(tmp_path: Path, make_tokenizer: MakeTok
     assert rows.tensor("ptx_weight").tolist() == pytest.approx([0.5 / 3, 0.5 / 3])
 
 
+def test_rows_without_room_for_their_answer_are_left_out(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
+    pairs = [{"prompt": prompt, "answer": "two"} for prompt in ("add one three", "add one", "add", "add one two please")]
+    rows = SupervisedRows(config(tmp_path, *pairs, max_tokens=3), make_tokenizer(), seed=1)
+    assert rows.notes() == ["algorithm.ptx.max_tokens: 2 of 4 rows are left out: their prompt leaves no room for the answer"]
+    for _ in range(3):
+        drawn = rows.draw().ragged("input_ids")
+        assert sorted(drawn.row(i).tolist() for i in range(2)) == [[ADD, ONE, TWO], [ADD, TWO, END]]
+    with pytest.raises(ValueError, match=r"^algorithm\.ptx\.max_tokens: all prompts have 2 tokens or more"):
+        SupervisedRows(config(tmp_path, *pairs[:2], max_tokens=2), make_tokenizer(), 1)
+    texts = config(tmp_path, *pairs, max_tokens=2, data={"answer": None})
+    assert SupervisedRows(texts, make_tokenizer(), 1).notes() == [], "a text is learned as far as it goes"
+
+
 def test_every_row_once_per_pass_in_an_order_that_goes_on(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
     texts = [{"text": " ".join(["one"] * number)} for number in range(1, 7)]
     settings = config(tmp_path, *texts, data={"prompt": "text", "answer": None})

@@ -144,10 +144,13 @@ def staleness_notes(config: RunConfig) -> list[str]:
 def _least_prompts(config: RunConfig) -> Mistakes:
     least = {name: domain.min_prompts for name, domain in config.domains.items() if domain.min_prompts}
     size = config.rollout.prompts_per_step
+    others = [name for name in config.domains if name not in least]
+    listed, place = ", ".join(f"{name}: {count}" for name, count in least.items()), f"domains.{next(iter(least), '')}.min_prompts"
     if sum(least.values()) > size:
-        listed = ", ".join(f"{name}: {count}" for name, count in least.items())
-        message = f"the domains' min_prompts ({listed}) are more than a batch has (rollout.prompts_per_step: {size})"
-        yield f"domains.{next(iter(least))}.min_prompts", message
+        yield place, f"the domains' min_prompts ({listed}) are more than a batch has (rollout.prompts_per_step: {size})"
+    elif sum(least.values()) == size and others and not any(config.domains[name].data.epochs for name in least):
+        message = f"the domains' min_prompts ({listed}) fill a batch (rollout.prompts_per_step: {size}): {', '.join(others)} never train"
+        yield place, f"{message}; use less, or remove these domains"
 
 
 def _speculation(config: RunConfig) -> Mistakes:

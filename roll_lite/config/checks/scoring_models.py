@@ -13,6 +13,8 @@ from roll_lite.models.model_files import VALUE_HEAD, require_tokenizer, stored_t
 
 MODEL_REWARD = "model"
 JUDGE = "judge"
+SCORERS = {"reward_models": ("reward model", MODEL_REWARD, "model"), "judges": ("judge", JUDGE, "server")}
+# {section: (kind of its entries, reward that uses them, argument with an entry's name)}
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
@@ -20,7 +22,7 @@ def _used_by_a_reward(config: RunConfig, path: str, model: RewardModelConfig | J
     """Check the name of a reward model or judge, and that a reward uses it. A reward type that seems misspelt, which another check
     reports, counts as using it."""
     sections, _, name = path.partition(".")
-    what, reward, argument = {"reward_models": ("reward model", MODEL_REWARD, "model"), "judges": ("judge", JUDGE, "server")}[sections]
+    what, reward, argument = SCORERS[sections]
     parts: list[RewardConfig | RewardTermConfig] = []
     for domain in config.domains.values():
         parts += [domain.reward, *domain.reward.terms]

@@ -150,7 +150,12 @@ def _add_presets(tree: dict[str, Any], composed: Composition) -> None:
     domains: Any = tree.get("domains")
     for name, domain in domains.items() if isinstance(domains, dict) else ():
         data = domain.get("data") if isinstance(domain, dict) else None
-        if isinstance(data, dict) and data.get("preset") is not None:
+        if not isinstance(data, dict):
+            continue
+        if "validation" not in data and data.get("validation_preset") is not None:
+            with suppress(ValueError):  # reported by the schema
+                data["validation"] = validation_preset(str(data["validation_preset"]))
+        if data.get("preset") is not None:
             path = ("domains", name)
             try:
                 domains[name] = expanded(domain, path)
@@ -166,9 +171,6 @@ def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]
     full: dict[str, Any] = copy.deepcopy(entry["domain"])
     splits = {} if "train" in data else {split: entry[split] for split in ("train", "validation") if split in entry}
     full["data"] = {**splits, **full.get("data", {})}
-    if "validation" not in data and data.get("validation_preset") is not None:
-        with suppress(ValueError):  # reported by the schema
-            full["data"]["validation"] = validation_preset(str(data["validation_preset"]))
     merge(full, domain, path)
     sampling, filters = full.get("sampling"), full["data"].setdefault("filter", {})
     if isinstance(filters, dict) and isinstance(sampling, dict) and isinstance(longest := sampling.get("max_prompt_tokens"), int):

@@ -152,11 +152,11 @@ class PtxConfig(Section):
     samples: PositiveInt
     """Data rows per optimizer step, packed with the policy's samples."""
     max_tokens: Annotated[int, Field(ge=2)] = 4096
-    """Maximum tokens of prompt and answer; longer rows are cut."""
+    """Maximum tokens of prompt and answer; longer rows are cut, and left out if their prompt fills it."""
 
     @property
     def as_domain(self) -> DomainConfig:
-        """Domain with this data and template, for code that loads a domain's prompts. Its reward is a placeholder."""
+        """Domain with this data and template, to load its prompts. Its reward is a placeholder."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer rows are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))

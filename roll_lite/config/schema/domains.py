@@ -298,6 +298,8 @@ class GroupFilterConfig(Section):
             above, below = self.bounds
             if above is not None and below is not None and above >= below:
                 yield "above", f"no group is above it and below {below:g}"
+            if above is None and below is None:
+                yield "", "has no range, every group trains; set above or below, or remove it"
             return
         if "." not in self.name:
             known = did_you_mean(self.name, GROUP_MEASURES)
