@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from roll_lite.algorithms.kl import KlController
 from roll_lite.algorithms.token_metrics import SampleSums
-from roll_lite.config.arithmetic import aggregation_constant, trains, validates, validation_is_due
+from roll_lite.config.arithmetic import aggregation_constant, planned_updates, trains, validates, validation_is_due
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import TrainRoleConfig
 from roll_lite.config.schema.run import RunConfig
@@ -233,13 +233,13 @@ class RLVRPipeline:
         turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
         supervised: list[DataProto] = []
         if self.steps_done >= self.algorithm.critic_warmup_steps:
-            own = self.with_supervised(actor.shares(batch, self.actor_columns, mini_batches))
+            own = self.with_supervised(actor.shares(batch, self.actor_columns, mini_batches, self.first_update("actor_train")))
             supervised = [DataProto.concat(rows) for rows in zip(*(share.supervised for share in own), strict=True)]
             self.batch_files.write_supervised(self.steps_done + 1, supervised)
             work = partial(actor.ranks.start_scatter, ActorWorker.train, own, kl_coef)
             turns["actor"] = DeviceTurn(actor, work, partial(self.timers.part, "actor_train"))
         if critic is not None:
-            own = critic.shares(batch, self.critic_columns, mini_batches)
+            own = critic.shares(batch, self.critic_columns, mini_batches, self.first_update("critic"))
             work = partial(critic.ranks.start_scatter, CriticWorker.train, own)
             turns["critic"] = DeviceTurn(critic, work, partial(self.timers.part, "critic"))
         updates = dict(zip(turns, take_turns(list(turns.values()), states(Phase.TRAIN)), strict=True))
@@ -395,6 +395,9 @@ class RLVRPipeline:
     @property
     def validation_is_due(self) -> bool:
         return validation_is_due(self.config, self.steps_done)
+
+    def first_update(self, role: str) -> int:
+        return planned_updates(self.config, role, self.steps_done)
 
     def wanted(self) -> list[tuple[Model[Any], list[str]]]:
         return [(model, columns) for model in self.models.all if (columns := self.wanted_of(model))]

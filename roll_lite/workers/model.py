@@ -65,10 +65,12 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """Part of a training step for one data parallel rank: its rows (`shard`) and its samples of each mini-batch."""
+    """Part of a training step for one data parallel rank: its rows (`shard`) and its samples by mini-batch."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
+    first_update: int
+    """Planned updates of earlier steps."""
     supervised: list[DataProto] = field(default_factory=list)
     """Supervised rows by mini-batch; empty without algorithm.ptx."""
 
@@ -236,6 +238,7 @@ class ModelWorker(Worker):
         passes = 3 if self.spec.model_spec.lora is None else 2  # gradients of frozen weights are not computed
         place = {int(sample): row for row, sample in enumerate(batch.tensor("sample").tolist())}
         with self.phases.of("train") as work:
+            self.strategy.set_schedule(share.first_update)
             for number, mini_batch in enumerate(share.mini_batches):
                 rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
                 rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))

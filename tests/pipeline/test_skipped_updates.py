@@ -251,7 +251,7 @@ def test_supervised_rows_of_the_first_one_are_there_too(config: RunConfig, tmp_p
 
     supervised = [[rows(number, samples) for number in range(2)] for samples in ([-3, -2], [-1])]
     pipeline.ptx = SimpleNamespace(shares=lambda *_: supervised, state_dict=dict)  # type: ignore[assignment]
-    monkeypatch.setattr(Model, "shares", lambda self, batch, columns, mini_batches: [TrainShare(batch, mini_batches)] * 2)
+    monkeypatch.setattr(Model, "shares", lambda self, batch, columns, *given: [TrainShare(batch, *given)] * 2)
     pipeline.run()
     told = pq.read_table(tmp_path / "skipped/step_000001_actor_update_02/supervised.parquet").to_pylist()
     assert [row["sample"] for row in told] == [-3, -2, -1] and [row["loss"] for row in told][:2] == [0.25, 0.75]

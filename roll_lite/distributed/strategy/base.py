@@ -128,7 +128,7 @@ class TrainResult:
     grad_norm: float
     lr: float
     skipped: bool = False
-    """True if loss or gradient was not finite: weights, optimizer and schedule stay."""
+    """True if loss or gradient was not finite: weights and optimizer stay."""
     experts: ExpertUse | None = None
 
 
@@ -191,6 +191,10 @@ StateCopy = tuple[list[np.ndarray], list[dict[str, float]], dict[str, Any]]
 
 class TrainStrategy(ForwardStrategy):
     @abstractmethod
+    def set_schedule(self, update: int) -> None:
+        """Set the learning rate of planned update `update`, from 0."""
+
+    @abstractmethod
     def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
         """Run an optimizer step on this data-parallel rank's rows. `loss_fn` is called for every micro-batch, even empty."""
 
@@ -209,7 +213,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
-        """Return checksums of this rank's weights. A key names tensor, stage and shard: ranks with the same key hold copies, which must
+        """Return checksums of this rank's weights. A key names tensor, stage and shard: ranks with equal keys hold copies, which must
         agree."""
 
     @property

@@ -41,6 +41,7 @@ class Optimizer:
         self.parts: list[Any] = list(self.megatron.chained_optimizers)
         self.on_host = config.on_host
         self._host_steps: list[HostStep] = []
+        self.updates_made = 0
         # Create Adam's moments before the first step, so that memory use is known and checkpoints can be loaded.
         for part in self.parts:
             if self.on_host:
@@ -72,8 +73,8 @@ class Optimizer:
 
     def _state_without_parameters(self, part: Any) -> dict[str, Any]:
         """Return the state of a part without parameters on this rank, where Megatron's method fails."""
-        steps = float(self.scheduler.num_steps)
-        groups = [{key: value for key, value in group.items() if key != "params"} | {"step": steps} for group in part.param_groups]
+        made = float(self.updates_made)
+        groups = [{key: value for key, value in group.items() if key != "params"} | {"step": made} for group in part.param_groups]
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
@@ -99,23 +100,28 @@ class Optimizer:
                 if with_moments:
                     yield from (one for _, one in sorted(part.optimizer.state.get(weight, {}).items()) if isinstance(one, torch.Tensor))
 
+    def set_schedule(self, update: int) -> None:
+        self.scheduler.num_steps = update
+        self.scheduler.step(increment=0)
+
     @torch.no_grad()
     def step(self, loss: float) -> StepResult:
-        """Clip gradients, update weights, advance the schedule. If any rank's loss or gradient is not finite, all skip the update."""
+        """Clip gradients, update weights. If any rank's loss or gradient is not finite, all skip this. Advance the schedule."""
         # Megatron's step() checks for infinities only with loss scaling. Without Apex or Transformer Engine, its norm and clipping wait for
         # the device once per parameter.
         lr = self.megatron.param_groups[0]["lr"]
         self.megatron.prepare_grads()
         grad_norm, all_finite = self._grad_norm(math.isfinite(loss))
-        if not (all_finite and math.isfinite(grad_norm)):
-            return StepResult(grad_norm, lr, skipped=True)
-        if 0 < self._clip_grad < grad_norm:
-            trained = (parameter for part in self.parts for parameter in part.get_parameters())
-            if gradients := [one.grad for one in trained if one.grad is not None]:  # a rank may hold no part of a small adapter
-                torch._foreach_mul_(gradients, self._clip_grad / (grad_norm + 1e-6))
-        self.megatron.step_with_ready_grads()
+        is_finite = all_finite and math.isfinite(grad_norm)
+        if is_finite:
+            if 0 < self._clip_grad < grad_norm:
+                trained = (parameter for part in self.parts for parameter in part.get_parameters())
+                if gradients := [one.grad for one in trained if one.grad is not None]:  # a rank may hold no part of a small adapter
+                    torch._foreach_mul_(gradients, self._clip_grad / (grad_norm + 1e-6))
+            self.megatron.step_with_ready_grads()
+            self.updates_made += 1
         self.scheduler.step(increment=1)
-        return StepResult(grad_norm, lr, skipped=False)
+        return StepResult(grad_norm, lr, skipped=not is_finite)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
         """Return (gradient norm of the whole model, whether all ranks' losses are finite). Collective."""

@@ -34,7 +34,7 @@ from roll_lite.distributed.strategy.base import TrainResult, ValueInit
 from roll_lite.distributed.strategy.megatron.optimizer import STRETCH, squared_norm
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 from roll_lite.models.hf_config import read_hf_config
-from roll_lite.workers.model import CriticWorker, ModelRole, Update
+from roll_lite.workers.model import CriticWorker, ModelRole, TrainShare, Update
 from roll_lite.workers.objectives import CriticLoss
 from roll_lite.workers.phases import RankPhases
 
@@ -331,8 +331,10 @@ def skip_and_go_on(path: Path, layout: dict[str, Any], broken: str) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in own_weights(strategy).items())
     assert all(torch.equal(ours, earlier) for ours, earlier in zip(moments(strategy), state, strict=True))
     after = train_step(strategy, batch, weighted_loss, ["log_probs"], 4)
+    untouched.set_schedule(2)
     expected = train_step(untouched, batch, weighted_loss, ["log_probs"], 4)
-    assert_repeats([after], [expected])  # the step after a skipped one is that of a strategy that never saw it
+    assert after.lr == pytest.approx(CONFIG.lr * 3 / 4) and optimizer_of(strategy).updates_made == 2
+    assert_repeats([after], [expected])  # but for the rate, the step after a skipped one is that of a strategy that never saw it
     assert_equal(own_weights(strategy), own_weights(untouched))
 
 
@@ -388,8 +390,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_alone_is_so_on_all(ranks: RankPoo
 
 def losses_of_rows(path: Path, layout: dict[str, Any]) -> tuple[list[Update], dict[int, float]]:
     """Of a critic with a return that is not finite in sample 4, which data-parallel rank 1 has; and what its rows should be told with:
-    all values are 0 at first."""
-    strategy = started(path, CONFIG, value_init="actor", **layout)
+    all values are 0 at first. Three updates of the warm-up are behind it, made or not."""
+    strategy = started(path, CONFIG.model_copy(update={"warmup_steps": 10}), value_init="actor", **layout)
     batch = batch_of()
     returns = [row.clone() for row in (batch.ragged("returns").row(number) for number in range(6))]
     returns[4][-1] = float("nan")
@@ -403,7 +405,7 @@ def losses_of_rows(path: Path, layout: dict[str, Any]) -> tuple[list[Update], di
     worker.strategy, worker.loss = strategy, CriticLoss()
     worker.phases, worker._architecture = RankPhases("critic-0", Path("none")), read_hf_config(path)
     mini_batches = [MiniBatch(epoch, samples, np.full(len(samples), 0.5, dtype=np.float32)) for epoch in range(2)]
-    updates = worker.train(SimpleNamespace(shard=SimpleNamespace(materialize=lambda: own), mini_batches=mini_batches, supervised=[]))
+    updates = worker.train(TrainShare(SimpleNamespace(materialize=lambda: own), mini_batches, first_update=3))  # type: ignore[arg-type]
     return updates, expected if strategy.layout.is_head else {}
 
 
@@ -417,6 +419,7 @@ def check_losses_of_rows(ranks: RankPool, path: Path, layout: dict[str, Any], wo
     told: dict[int, float] = {}
     for updates, expected in ranks(world_size, losses_of_rows, path, layout):
         assert [update.result.skipped for update in updates] == [True, True]
+        assert [update.result.lr for update in updates] == pytest.approx([0.4 * CONFIG.lr, 0.5 * CONFIG.lr])
         assert updates[0].row_losses == pytest.approx(expected, nan_ok=True) and updates[1].row_losses == {}
         told |= updates[0].row_losses
     assert sorted(told) == list(range(6)) and [sample for sample, loss in told.items() if math.isnan(loss)] == [4]
