@@ -22,7 +22,7 @@ from roll_lite.data.ragged import from_numpy
 from roll_lite.data.supervised import append_supervised
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.place import Place
-from roll_lite.distributed.strategy.base import ModelSpec, RankLayout, StateCopy, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.base import GROUP_TIMEOUT, ModelSpec, RankLayout, StateCopy, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
 from roll_lite.files import FileRecord, StoreUnreachable, download, keep_only, reaching, record, upload
@@ -120,7 +120,7 @@ class ModelWorker(Worker):
         layouts: list[RankLayout | None] = [None] * strategy.layout.world_size
         dist.all_gather_object(layouts, strategy.layout)
         heads = sorted((layout for layout in layouts if layout and layout.is_head), key=lambda layout: layout.data_rank)
-        self._heads = dist.new_group([layout.rank for layout in heads], backend="gloo")
+        self._heads = dist.new_group([layout.rank for layout in heads], backend="gloo", timeout=GROUP_TIMEOUT)
         freeze_heap()
         return self.strategy.layout
 

@@ -148,7 +148,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
 if __name__ == "__main__":
     os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", ROLE: "all"})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    Worker.init_process_group = lambda self, timeout_s=0.0: None  # type: ignore[method-assign]
+    Worker.init_process_group = lambda self: None  # type: ignore[method-assign]
     dataflow.ray = SimpleNamespace(put=lambda value: value, get=lambda references: references)  # type: ignore[attr-defined]
     clusters.gather = lambda *pendings: [pending.result() for pending in pendings]  # type: ignore[attr-defined]
     clusters.first_done = lambda pendings: pendings[:1]  # type: ignore[attr-defined]

@@ -63,7 +63,7 @@ class OptimizerConfig(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Maximum global gradient norm; above it gradients are scaled down. 0: off."""
     stop_after_skipped: NonNegativeInt = 5
-    """The run ends after this many consecutive updates were skipped for a non-finite loss or gradient; 0: never."""
+    """Consecutive skipped updates (loss or gradient not finite) that end the run; 0: never."""
 
     @rule
     def _least(self) -> Mistakes:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -33,6 +34,9 @@ from roll_lite.distributed.strategy.inference.life import EngineLife, EngineMemo
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, by_bucket, tensors_of
 from roll_lite.files import FileRecord, flush, record
 from roll_lite.observability.device_memory import PeaksByPhase
+
+GROUP_TIMEOUT = timedelta(days=7)
+"""Longer than any of `limits`, which find hangs."""
 
 # ---------------------------------------------------------------- training
 

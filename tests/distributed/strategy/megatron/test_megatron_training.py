@@ -1,12 +1,16 @@
 """Several optimizer steps equal torch's AdamW on the Hugging Face model, in every layout; and what a step reports."""
 
 import math
+import os
+import socket
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 from megatron_cases import (
@@ -27,6 +31,7 @@ from support_models import by_checkpoint, load_hf
 from support_passes import train_step
 
 from roll_lite.config.schema.models import ModelConfig, OptimizerConfig, TrainRoleConfig
+from roll_lite.config.schema.run import LimitsConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.ragged import Ragged
@@ -34,7 +39,7 @@ from roll_lite.distributed.strategy.base import TrainResult, ValueInit
 from roll_lite.distributed.strategy.megatron.optimizer import STRETCH, squared_norm
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 from roll_lite.models.hf_config import read_hf_config
-from roll_lite.workers.model import CriticWorker, ModelRole, TrainShare, Update
+from roll_lite.workers.model import CriticWorker, ModelRole, ModelWorker, TrainShare, Update
 from roll_lite.workers.objectives import CriticLoss
 from roll_lite.workers.phases import RankPhases
 
@@ -423,6 +428,29 @@ def check_losses_of_rows(ranks: RankPool, path: Path, layout: dict[str, Any], wo
         assert updates[0].row_losses == pytest.approx(expected, nan_ok=True) and updates[1].row_losses == {}
         told |= updates[0].row_losses
     assert sorted(told) == list(range(6)) and [sample for sample, loss in told.items() if math.isnan(loss)] == [4]
+
+
+def timeouts_of_groups(path: Path) -> set[timedelta]:
+    """Of all that a worker makes, in a process group of its own."""
+    dist.destroy_process_group()
+    worker: Any = ModelWorker.__new__(ModelWorker)
+    worker.spec = ModelRole(ModelConfig(path=path, dtype="float32"), TrainRoleConfig(), total_updates=1, seed=0, deterministic=False)
+    worker.rank, worker.world_size, worker.local_rank = 0, 1, 0
+    worker._listener, worker.phases = socket.create_server(("", 0)), RankPhases("critic-0", Path("none"))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(worker._listener.getsockname()[1])}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+        worker.initialize()
+    groups = list(dist.distributed_c10d._world.pg_map)
+    assert len(groups) > 10
+    return {group._get_backend(device).options._timeout for group in groups for device in group._device_types}
+
+
+def test_no_collective_gives_up_before_the_drivers_limits(ranks: RankPool, path: Path) -> None:
+    """A save waits for the rank that writes most, as long as limits.checkpoint allows."""
+    longest = max(limit for limit in LimitsConfig().model_dump().values() if isinstance(limit, float))
+    (timeouts,) = ranks(1, timeouts_of_groups, path)
+    assert min(timeouts) > timedelta(seconds=longest), timeouts
 
 
 def bfloat16_training(path: Path, layout: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
