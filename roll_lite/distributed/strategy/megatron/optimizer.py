@@ -40,13 +40,11 @@ class Optimizer:
         self.megatron = _megatron_optimizer(config, chunks, distributed, dtype)
         self.parts: list[Any] = list(self.megatron.chained_optimizers)
         self.on_host = config.on_host
-        self._host_steps: list[HostStep] = []
         self.updates_made = 0
         # Create Adam's moments before the first step, so that memory use is known and checkpoints can be loaded.
         for part in self.parts:
             if self.on_host:
-                self._host_steps.append(HostStep(part.optimizer, current_device()))
-                part.optimizer.step = self._host_steps[-1]
+                part.optimizer.step = HostStep(part.optimizer, current_device())
             part.init_state_fn(part.optimizer, part.config)
             if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
                 part.state_dict = partial(self._state_without_parameters, part)
@@ -78,10 +76,7 @@ class Optimizer:
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        """Finish new or loaded states: move moments to the host (if set), use fused AdamW (if available), give each parameter its own
-        counter."""
-        for step in self._host_steps:
-            step.keep_moments()
+        """Finish new or loaded states: use fused AdamW (if available), give each parameter its own counter."""
         is_fused = not self.on_host and current_device().type in FUSED_ON
         # With torch's AdamW, Megatron-Core 0.16 loads one shared counter, which every parameter's update would advance: Adam's bias
         # correction would be silently wrong.
@@ -192,14 +187,21 @@ class HostStep:
         for group in adam.param_groups:
             for weight in group["params"]:
                 adam.state[weight] = {name: torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=self._pin) for name in MOMENTS}
+        # torch's load_state_dict would move all moments to the device.
+        adam.register_load_state_dict_pre_hook(self._take_moments)
+        adam.register_load_state_dict_post_hook(lambda loaded: loaded.state.update(self._kept))
+        self._kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
-    def keep_moments(self) -> None:
-        for state in self._optimizer.state.values():
+    def _take_moments(self, adam: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        self._kept = dict(adam.state)
+        weights = [weight for group in adam.param_groups for weight in group["params"]]
+        numbers = [number for group in loaded["param_groups"] for number in group["params"]]
+        for number, weight in zip(numbers, weights, strict=True):
+            given, kept = loaded["state"][number], self._kept[weight]
             for name in MOMENTS:
-                if not self._pin:
-                    state[name] = state[name].cpu()
-                elif not state[name].is_pinned():
-                    state[name] = state[name].cpu().pin_memory()
+                kept[name].copy_(given[name])
+            kept["step"] = given["step"]
+        return {**loaded, "state": {}}
 
     @torch.no_grad()
     def __call__(self) -> None:
