@@ -243,6 +243,8 @@ class RLVRPipeline:
             work = partial(critic.ranks.start_scatter, CriticWorker.train, own)
             turns["critic"] = DeviceTurn(critic, work, partial(self.timers.part, "critic"))
         updates = dict(zip(turns, take_turns(list(turns.values()), states(Phase.TRAIN)), strict=True))
+        if self.ptx is not None and "actor" in updates:
+            self.ptx.take_back(made=len(updates["actor"][0]))
         self.journal.updates(self.steps_done + 1, updates, kl_coef)
         self.journal.ledger.updates(self.steps_done + 1, batch.rows, mini_batches, updates)
         if not compared_before_training(self.algorithm):
