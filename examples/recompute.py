@@ -81,9 +81,10 @@ class Run:
                 raise NotRecomputable(f"{folder / name} is not the file that the run started from")
         return folder
 
-    def total_updates(self, role: str) -> int:
+    def planned_updates(self, role: str, steps: int) -> int:
+        """Of the first steps, if none is left out."""
         warmup = self.algorithm["critic_warmup_steps"] if role == "actor_train" else 0
-        return (self.config["steps"] - warmup) * self.algorithm["ppo_epochs"] * self.algorithm["mini_batches"]
+        return (steps - warmup) * self.algorithm["ppo_epochs"] * self.algorithm["mini_batches"]
 
 
 LOSSES = ("ppo", "gspo", "cispo", "topr", "policy_gradient", "raft")
@@ -634,7 +635,9 @@ class Adam:
     """AdamW with clipping by the norm over all parameters and the run's learning rates. Norms and biases do not decay."""
 
     def __init__(self, model: torch.nn.Module, settings: dict[str, Any], total: int) -> None:
-        self.settings, self.total, self.done = settings, total, 0
+        self.settings, self.total = settings, total
+        self.done = 0
+        """Planned updates before the next, made or not."""
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         groups = [
             {"params": [p for p in self.parameters if p.dim() > 1], "weight_decay": settings["weight_decay"]},
@@ -671,7 +674,6 @@ class Adam:
         for group in self.adam.param_groups:
             group["lr"] = self.lr
         self.adam.step()
-        self.done += 1
         return norm
 
 
@@ -702,8 +704,9 @@ class Recomputation:
 
     def __post_init__(self) -> None:
         start, lora = self.run.start_folder("actor_train"), self.run.config["actor_train"].get("lora")
+        steps = self.run.config["steps"]
         self.actor = Policy(start, lora, self.run.folder / "start" / "adapters")
-        self.actor_adam = Adam(self.actor, self.run.config["actor_train"]["optimizer"], self.run.total_updates("actor_train"))
+        self.actor_adam = Adam(self.actor, self.run.config["actor_train"]["optimizer"], self.run.planned_updates("actor_train", steps))
         self.reference = Policy(start) if self.run.config["reference"] or lora else None
         ema = self.run.config["actor_train"].get("ema")
         self.decay: float | None = ema and ema["decay"]
@@ -713,7 +716,7 @@ class Recomputation:
         self.critic: ValueModel | None = None
         if (critic := self.run.config["critic"]) is not None:
             self.critic = ValueModel(self.run.start_folder("critic"), critic["init"])
-            self.critic_adam = Adam(self.critic, critic["optimizer"], self.run.total_updates("critic"))
+            self.critic_adam = Adam(self.critic, critic["optimizer"], self.run.planned_updates("critic", steps))
 
     def compare(self, what: str, ours: torch.Tensor | float, theirs: torch.Tensor | float, where: str) -> None:
         self.differences.setdefault(what, Difference()).see(ours, theirs, where)
@@ -793,9 +796,11 @@ class Recomputation:
         self, step: Step, role: str, model: Policy | ValueModel, adam: Adam, share: Callable[[Step, list[Row], torch.Tensor], torch.Tensor]
     ) -> None:
         """Redo the updates the run made; an early stop leaves fewer than mini-batches. A skipped update changes nothing."""
-        section = self.run.config["actor_train" if role == "actor" else role]
+        name = "actor_train" if role == "actor" else role
+        section, first = self.run.config[name], self.run.planned_updates(name, step.number - 1)
         for reported, (update, weights) in zip(step.reported[role], step.mini_batches.items(), strict=False):
             where = f"step {step.number}, {role} update {reported['update']}"
+            adam.done = first + reported["update"] - 1
             self.compare("learning rate", adam.lr, reported[f"{role}/lr"], where)
             if reported[f"{role}/skipped"]:
                 continue

@@ -156,9 +156,9 @@ def aggregation_constant(config: RunConfig) -> int | None:
     return config.algorithm.aggregation_constant or max(domain.sampling.max_tokens for domain in config.domains.values())
 
 
-def updates(config: RunConfig, role: str) -> int:
-    steps = config.steps - (config.algorithm.critic_warmup_steps if role == "actor_train" else 0)
-    return steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches
+def planned_updates(config: RunConfig, role: str, steps: int) -> int:
+    trained = steps - (config.algorithm.critic_warmup_steps if role == "actor_train" else 0)
+    return trained * config.algorithm.ppo_epochs * config.algorithm.mini_batches
 
 
 def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:

@@ -1,4 +1,4 @@
-"""Watchdog of the driver: time limits of phases, and a thread that watches the main thread.
+"""The driver's watchdog: phases' time limits, and a thread that watches the main thread.
 
 The main thread notices a passed limit or a lost Ray session while it waits (pending.py). If it is stuck in a call into Ray, the watchdog
 thread records the run's end and kills the process.

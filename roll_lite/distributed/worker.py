@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -86,31 +85,32 @@ class Worker:
         os.environ["MASTER_PORT"] = str(address.port)
         return Place.here()
 
-    def init_process_group(self, timeout_s: float = 1800.0) -> None:
+    def init_process_group(self) -> None:
         """Create the process group (collective): gloo for host memory, NCCL with GPUs."""
         # torch takes seconds to import, and workers without a process group never need it
         import torch
         import torch.distributed as dist
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+        from roll_lite.distributed.strategy.base import GROUP_TIMEOUT
+
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         use_interface_of(ray.util.get_node_ip_address())
         if torch.cuda.is_available():
             torch.cuda.set_device(self.local_rank)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        timeout = timedelta(seconds=timeout_s)
         listener = self._listener
         store = TCPStore(
             host,
             port,
             self.world_size,
             is_master=listener is not None,
-            timeout=timeout,
+            timeout=GROUP_TIMEOUT,
             wait_for_workers=False,
             master_listen_fd=listener.detach() if listener else None,
         )
         self._listener = None
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=GROUP_TIMEOUT)
 
     # ------------------------------------------------------------ facts
 

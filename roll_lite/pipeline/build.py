@@ -21,9 +21,9 @@ from roll_lite.config.arithmetic import (
     infer_dtype,
     max_model_len,
     model_parallel_size,
+    planned_updates,
     roles,
     trains,
-    updates,
 )
 from roll_lite.config.checks.layout import unreadable_weights
 from roll_lite.config.device_phases import WHOLE
@@ -119,7 +119,7 @@ def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) 
 def gpu_environment(
     config: RunConfig, role: str, given: Mapping[str, str] = os.environ, accelerators: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
+    """Environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
 
     Trainers get SGLang's NCCL settings: members of an NCCL group need equal ones. Trainers and reward models get the driver's allocator
     settings. Default: expandable segments against fragmentation by micro-batches of changing size, and a limit for cached pinned
@@ -315,7 +315,7 @@ class Starter:
         model_role = ModelRole(
             model=config.model.model_copy(update={"path": path}) if path else config.model,
             config=role,
-            total_updates=updates(config, name),
+            total_updates=planned_updates(config, name, config.steps),
             seed=derived_seed(config.seed, name),
             deterministic=config.deterministic,
             snapshots=self.folder.resolve() / "out_of_memory",

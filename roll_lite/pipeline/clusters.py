@@ -94,14 +94,14 @@ class Model(Movable, Generic[W]):
         parts = balanced_partition(self._costs(batch), self.ranks.data_size)
         return batch.shards(parts, columns.of(batch.keys()))
 
-    def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
+    def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch], first_update: int) -> list[TrainShare]:
         """Divide a batch for training: each data parallel rank gets a share of every mini-batch, but each row once."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
         rows = [sorted({row_of[int(sample)] for part in own for sample in part.samples}) for own in spreads]
         shards = batch.shards([np.array(own, dtype=np.int64) for own in rows], columns.of(batch.keys()))
-        return [TrainShare(shard, own) for shard, own in zip(shards, spreads, strict=True)]
+        return [TrainShare(shard, own, first_update) for shard, own in zip(shards, spreads, strict=True)]
 
     def _costs(self, batch: Batch) -> np.ndarray:
         return row_costs(lengths(batch.rows).numpy(), self.ranks.layouts[0].attention_parity_tokens)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from roll_lite.algorithms.kl import KlController
 from roll_lite.algorithms.token_metrics import SampleSums
-from roll_lite.config.arithmetic import aggregation_constant, trains, validates, validation_is_due
+from roll_lite.config.arithmetic import aggregation_constant, planned_updates, trains, validates, validation_is_due
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import TrainRoleConfig
 from roll_lite.config.schema.run import RunConfig
@@ -241,16 +241,18 @@ class RLVRPipeline:
         turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
         supervised: list[DataProto] = []
         if self.actor_trains:
-            own = self.with_supervised(actor.shares(batch, self.actor_columns, mini_batches))
+            own = self.with_supervised(actor.shares(batch, self.actor_columns, mini_batches, self.first_update("actor_train")))
             supervised = [DataProto.concat(rows) for rows in zip(*(share.supervised for share in own), strict=True)]
             self.batch_files.write_supervised(self.steps_done + 1, supervised)
             work = partial(actor.ranks.start_scatter, ActorWorker.train, own, kl_coef)
             turns["actor"] = DeviceTurn(actor, work, partial(self.timers.part, "actor_train"))
         if critic is not None:
-            own = critic.shares(batch, self.critic_columns, mini_batches)
+            own = critic.shares(batch, self.critic_columns, mini_batches, self.first_update("critic"))
             work = partial(critic.ranks.start_scatter, CriticWorker.train, own)
             turns["critic"] = DeviceTurn(critic, work, partial(self.timers.part, "critic"))
         updates = dict(zip(turns, take_turns(list(turns.values()), states(Phase.TRAIN)), strict=True))
+        if self.ptx is not None and "actor" in updates:
+            self.ptx.take_back(made=len(updates["actor"][0]))
         self.journal.updates(self.steps_done + 1, updates, kl_coef)
         self.journal.ledger.updates(self.steps_done + 1, batch.rows, mini_batches, updates)
         if not compared_before_training(self.algorithm):
@@ -414,6 +416,9 @@ class RLVRPipeline:
     @property
     def validation_is_due(self) -> bool:
         return self.steps_done == self.last_step or validation_is_due(self.config, self.steps_done)
+
+    def first_update(self, role: str) -> int:
+        return planned_updates(self.config, role, self.steps_done)
 
     def wanted(self) -> list[tuple[Model[Any], list[str]]]:
         return [(model, columns) for model in self.models.all if (columns := self.wanted_of(model))]

@@ -22,7 +22,7 @@ from roll_lite.data.ragged import from_numpy
 from roll_lite.data.supervised import append_supervised
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.place import Place
-from roll_lite.distributed.strategy.base import ModelSpec, RankLayout, StateCopy, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.base import GROUP_TIMEOUT, ModelSpec, RankLayout, StateCopy, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
 from roll_lite.files import FileRecord, StoreUnreachable, download, keep_only, reaching, record, upload
@@ -65,10 +65,12 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """Part of a training step for one data parallel rank: its rows (`shard`) and its samples of each mini-batch."""
+    """Part of a training step for one data parallel rank: its rows (`shard`) and its samples by mini-batch."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
+    first_update: int
+    """Planned updates of earlier steps."""
     supervised: list[DataProto] = field(default_factory=list)
     """Supervised rows by mini-batch; empty without algorithm.ptx."""
 
@@ -118,7 +120,7 @@ class ModelWorker(Worker):
         layouts: list[RankLayout | None] = [None] * strategy.layout.world_size
         dist.all_gather_object(layouts, strategy.layout)
         heads = sorted((layout for layout in layouts if layout and layout.is_head), key=lambda layout: layout.data_rank)
-        self._heads = dist.new_group([layout.rank for layout in heads], backend="gloo")
+        self._heads = dist.new_group([layout.rank for layout in heads], backend="gloo", timeout=GROUP_TIMEOUT)
         freeze_heap()
         return self.strategy.layout
 
@@ -236,6 +238,7 @@ class ModelWorker(Worker):
         passes = 3 if self.spec.model_spec.lora is None else 2  # gradients of frozen weights are not computed
         place = {int(sample): row for row, sample in enumerate(batch.tensor("sample").tolist())}
         with self.phases.of("train") as work:
+            self.strategy.set_schedule(share.first_update)
             for number, mini_batch in enumerate(share.mini_batches):
                 rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
                 rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))

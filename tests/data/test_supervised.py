@@ -93,6 +93,21 @@ def test_ranks_share_the_rows_of_each_step(tmp_path: Path, make_tokenizer: MakeT
         assert weights == set(drawn.tensor("ptx_weight").tolist()), "counted over all ranks"
 
 
+def test_rows_of_updates_that_were_not_made_come_again(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
+    """Of three updates one was made; the third had begun the next pass."""
+    texts = [{"text": " ".join(["one"] * number)} for number in range(1, 6)]
+    settings = config(tmp_path, *texts, samples=2, data={"prompt": "text", "answer": None})
+    straight, stopped = (SupervisedRows(settings, make_tokenizer(), 1) for _ in range(2))
+    expected = [straight.draw().lengths.tolist() for _ in range(4)]
+    stopped.shares(updates=3, ranks=1, attention_parity_tokens=100.0)
+    stopped.take_back(made=1)
+    assert [stopped.draw().lengths.tolist() for _ in range(3)] == expected[1:]
+    whole = SupervisedRows(settings, make_tokenizer(), 1)
+    whole.shares(updates=3, ranks=1, attention_parity_tokens=100.0)
+    whole.take_back(made=3)
+    assert whole.draw().lengths.tolist() == expected[3]
+
+
 @pytest.mark.parametrize("own_rows", [2, 0])
 def test_beside_the_policys_rows(tmp_path: Path, make_tokenizer: MakeTokenizer, own_rows: int) -> None:
     own = DataProto(

@@ -100,7 +100,7 @@ class Collective(Worker):
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            self.init_process_group(60)
+            self.init_process_group()
         ones = torch.ones(1)
         dist.all_reduce(ones)
         return ones.item()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from roll_lite.config.arithmetic import actor_is_reference, updates
+from roll_lite.config.arithmetic import actor_is_reference, planned_updates
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.microbatch import RowsAtATime
@@ -122,7 +122,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
         role = getattr(config, name)
         if role is None:
             return None
-        settings = ModelRole(config.model, role, updates(config, name), seed=1, deterministic=False)
+        settings = ModelRole(config.model, role, planned_updates(config, name, config.steps), seed=1, deterministic=False)
         return Model(Local(worker(settings, *arguments)), role, worker)  # type: ignore[arg-type]
 
     policy = AdaptedActorWorker if actor_is_reference(config) else ActorWorker
@@ -148,7 +148,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
 if __name__ == "__main__":
     os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", ROLE: "all"})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    Worker.init_process_group = lambda self, timeout_s=0.0: None  # type: ignore[method-assign]
+    Worker.init_process_group = lambda self: None  # type: ignore[method-assign]
     dataflow.ray = SimpleNamespace(put=lambda value: value, get=lambda references: references)  # type: ignore[attr-defined]
     clusters.gather = lambda *pendings: [pending.result() for pending in pendings]  # type: ignore[attr-defined]
     clusters.first_done = lambda pendings: pendings[:1]  # type: ignore[attr-defined]

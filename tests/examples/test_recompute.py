@@ -47,6 +47,10 @@ PPO = [
     "algorithm.aggregation=sequence_mean_token_mean",
 ]
 GRPO = ["steps=3", "algorithm.whiten_advantages=true", "actor_train.optimizer.decay=linear"]
+STOPPED = [
+    *("steps=3", "actor_train.optimizer.decay=linear", "algorithm.old_log_probs=recompute"),
+    *("algorithm.ppo_epochs=2", "algorithm.mini_batches=2", "algorithm.early_stop_kl=1.0e-9"),
+]
 TRUNCATED = [
     *("steps=3", "algorithm.old_log_probs=recompute", "actor_train.optimizer.lr=5.0e-5"),
     *("domains.add.sampling.top_k=5", "domains.make.sampling.top_p=0.9", "domains.repeat.sampling.min_p=0.05"),
@@ -90,6 +94,7 @@ def differences(output: str) -> dict[str, float]:
     ("recipe", "settings", "compared"),
     [
         pytest.param("tiny_grpo", GRPO, BOTH, marks=pytest.mark.nightly),
+        pytest.param("tiny_grpo", STOPPED, BOTH | {"old_log_probs"}, marks=pytest.mark.nightly),
         pytest.param("tiny_ppo", PPO, BOTH | OF_PPO, marks=pytest.mark.slow),
         pytest.param("tiny_lora", LORA, BOTH | OF_KL, marks=pytest.mark.nightly),
         pytest.param("tiny_grpo", CORRECTED, BOTH - {"rollout_log_probs"} | {"old_log_probs"}, marks=pytest.mark.slow),

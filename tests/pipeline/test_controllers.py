@@ -98,6 +98,24 @@ def test_the_controller_of_the_loss_sees_all_updates_but_those_that_were_skipped
     assert made.kl_in_loss.coef == pytest.approx(0.5 * (1 - 0.2 * 0.5)), "1.5 / 20 is below 0.1 by more than a fifth"
 
 
+@pytest.mark.parametrize(("mini_batches", "first"), [(4, [(20 - 2) * 2 * 4, 20 * 2 * 4]), (1, [(20 - 2) * 2, 20 * 2])])
+def test_the_schedules_place_follows_from_the_step_whatever_was_left_out_before(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, mini_batches: int, first: list[int]
+) -> None:
+    """Of an actor that starts after two steps, and of a critic, in step 21 with two epochs."""
+    told: list[int] = []
+    role = SimpleNamespace(ranks=SimpleNamespace(start_scatter=lambda *_: None), shares=lambda *given: told.append(given[-1]) or [])
+    monkeypatch.setattr(rlvr, "take_turns", lambda *_: [[[]], [[]]])
+    monkeypatch.setattr(RLVRPipeline, "cut", lambda self, batch: [])
+    algorithm = config.algorithm.model_copy(update={"mini_batches": mini_batches, "ppo_epochs": 2, "critic_warmup_steps": 2})
+    made = pipeline(config.model_copy(update={"algorithm": algorithm}), actor=role)
+    made.models.critic = role  # type: ignore[assignment]
+    made.batch_files = SimpleNamespace(write_supervised=lambda *_: None)  # type: ignore[assignment]
+    made.steps_done = 20
+    made.train(batch(5))
+    assert told == first
+
+
 def test_mistake_11_controllers_and_moments_go_through_the_checkpoint(config: RunConfig) -> None:
     first = pipeline(config)
     first.steps_done = 7

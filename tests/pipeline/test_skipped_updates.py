@@ -250,10 +250,14 @@ def test_supervised_rows_of_the_first_one_are_there_too(config: RunConfig, tmp_p
         return DataProto({"sample": torch.tensor(samples), "temperature": torch.ones(len(ids)), **columns})
 
     supervised = [[rows(number, samples) for number in range(2)] for samples in ([-3, -2], [-1])]
-    pipeline.ptx = SimpleNamespace(shares=lambda *_: supervised, state_dict=dict)  # type: ignore[assignment]
-    monkeypatch.setattr(Model, "shares", lambda self, batch, columns, mini_batches: [TrainShare(batch, mini_batches)] * 2)
+    told_of: list[int] = []
+    pipeline.ptx = SimpleNamespace(  # type: ignore[assignment]
+        shares=lambda *_: supervised, take_back=lambda made: told_of.append(made), state_dict=dict
+    )
+    monkeypatch.setattr(Model, "shares", lambda self, batch, columns, *given: [TrainShare(batch, *given)] * 2)
     pipeline.run()
     told = pq.read_table(tmp_path / "skipped/step_000001_actor_update_02/supervised.parquet").to_pylist()
+    assert told_of == [2, 2, 2], "updates of each step, of which rows do not come again"
     assert [row["sample"] for row in told] == [-3, -2, -1] and [row["loss"] for row in told][:2] == [0.25, 0.75]
     assert told[2] == {"sample": -1, "input_ids": [11] * 4, "response_mask": [False, False, True, True], "ptx_weight": 0.5} | {
         "loss": pytest.approx(math.nan, nan_ok=True)

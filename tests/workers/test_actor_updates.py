@@ -84,7 +84,11 @@ def trained(results: list[TrainResult], losses: dict[int, float], supervised: Da
 
     reports = iter(results)
     strategy = SimpleNamespace(
-        plan=lambda *_: None, forward=forward, train_step=lambda *_: next(reports), layout=SimpleNamespace(attention_parity_tokens=math.inf)
+        plan=lambda *_: None,
+        set_schedule=lambda _: None,
+        forward=forward,
+        train_step=lambda *_: next(reports),
+        layout=SimpleNamespace(attention_parity_tokens=math.inf),
     )
     loss = ActorLoss(PolicyGradientLossConfig(), old_log_probs="current", measure_entropy=False)
     role = SimpleNamespace(config=TrainRoleConfig(), model_spec=SimpleNamespace(lora=None))
@@ -95,7 +99,7 @@ def trained(results: list[TrainResult], losses: dict[int, float], supervised: Da
         setattr(worker, name, MethodType(getattr(ActorWorker, name), worker))
     mini_batches = [MiniBatch(epoch, np.array([4, 5, 6]), np.array([0.5, 1.0, 0.25], dtype=np.float32)) for epoch in range(len(results))]
     shard: Any = SimpleNamespace(materialize=lambda: rows)
-    return ActorWorker.train(worker, TrainShare(shard, mini_batches, [] if supervised is None else [supervised] * len(results)), 0.0)
+    return ActorWorker.train(worker, TrainShare(shard, mini_batches, 0, [] if supervised is None else [supervised] * len(results)), 0.0)
 
 
 def test_the_first_skipped_update_of_several_is_told_with_the_loss_of_every_row() -> None:

@@ -107,6 +107,7 @@ def run_out(*_: Any) -> None:
 ROWS = DataProto({"sample": torch.tensor([0]), "input_ids": Ragged.from_rows([torch.arange(4)])})
 STRATEGY = SimpleNamespace(
     plan=lambda *_: None,
+    set_schedule=lambda _: None,
     forward=run_out,
     load=run_out,
     train_step=run_out,
@@ -118,7 +119,7 @@ STRATEGY = SimpleNamespace(
 def train(worker: Any) -> None:
     share: Any = SimpleNamespace(materialize=lambda: ROWS)
     mini_batch = MiniBatch(0, np.array([0]), np.ones(1, dtype=np.float32))
-    list(worker._train(TrainShare(share, [mini_batch]), SimpleNamespace(outputs=("log_probs",))))
+    list(worker._train(TrainShare(share, [mini_batch], 0), SimpleNamespace(outputs=("log_probs",))))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from roll_lite.config.arithmetic import (
     held_out_sampling,
     kl_terms,
     loss_reads_reference,
+    planned_updates,
     requests,
     roles,
     trains,
-    updates,
     uses_reference,
     validates,
 )
@@ -226,7 +226,7 @@ SECTION_CHECKS: dict[str, Sequence[SectionCheck]] = {
 def _decay(config: RunConfig, name: str, role: Role) -> Mistakes:
     if not isinstance(role, TrainRoleConfig) or not trains(config):
         return
-    path, optimizer, total = f"{name}.optimizer", role.optimizer, updates(config, name)
+    path, optimizer, total = f"{name}.optimizer", role.optimizer, planned_updates(config, name, config.steps)
     warmup, steps = optimizer.warmup_steps, optimizer.decay_steps
     if warmup >= total and optimizer.decay != "constant":
         message = f"leaves nothing of the run's {total} optimizer steps to the {optimizer.decay} decay; use less, or decay: constant"

@@ -204,9 +204,9 @@ class AlgorithmConfig(Section):
     mini_batches: PositiveInt = 1
     """Mini-batches (optimizer steps) per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """Limit of KL(old || new), in nats per token, beyond which the actor skips the step's remaining updates."""
+    """KL(old || new), in nats per token, beyond which the actor skips the step's remaining updates."""
     critic_warmup_steps: NonNegativeInt = 0
-    """Steps at the start that train only the critic."""
+    """First steps, which train only the critic."""
 
     @rule
     def _current(self) -> Mistakes:

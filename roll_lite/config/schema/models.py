@@ -42,9 +42,9 @@ class OptimizerConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up: step i of n uses i/n of lr."""
+    """Optimizer steps of linear warm-up: step i of n uses i/n of lr. Omitted steps count."""
     decay: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Schedule after warm-up. linear, cosine: decay to min_lr by the end of the run. wsd: lr until the last decay_steps, then
+    """Schedule after warm-up. linear, cosine: decay to min_lr by the run's end. wsd: lr until the last decay_steps, then
     decay_shape."""
     decay_steps: PositiveInt | None = None
     """Optimizer steps of wsd's final decay to min_lr."""
@@ -63,7 +63,7 @@ class OptimizerConfig(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Maximum global gradient norm; above it gradients are scaled down. 0: off."""
     stop_after_skipped: NonNegativeInt = 5
-    """The run ends after this many consecutive updates were skipped for a non-finite loss or gradient; 0: never."""
+    """Consecutive skipped updates (loss or gradient not finite) that end the run; 0: never."""
 
     @rule
     def _least(self) -> Mistakes:

@@ -186,8 +186,8 @@ class LimitsConfig(Section):
     rollout service restart (`restarts`), else the run ends. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
-    """Start of models and engines. For a restarting engine, time counts once all its nodes are there. The start of Ray has its own
-    limit, ray.start_timeout_s."""
+    """Start of models and engines. For a restarting engine, time counts once all its nodes are there. Ray's start has its own limit,
+    ray.start_timeout_s."""
     sync_weights: TimeLimit = 3600.0
     """Weight update of all engines. A single wait in it is limited by weight_sync.timeout_s."""
     generate: TimeLimit = 14400.0
@@ -206,7 +206,7 @@ class LimitsConfig(Section):
     """Other calls, such as loading a role or resuming."""
     hang_factor: NonNegativeFloat = 10.0
     """sync_weights, log_probs, advantages and train also count as hung after this many times their longest duration so far, but never
-    before 300 s. A repeated phase gets this many times the duration of its failed try. 0: no such limit."""
+    before 300 s. A repeated phase gets this many times the duration of its failed try. 0: off."""
     silence: TimeLimit = 300.0
     """Time in which every process must answer, even if busy; else it counts as hung (stopped, or never releases the GIL)."""
     engine_silence: TimeLimit = 7.0

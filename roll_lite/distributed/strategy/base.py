@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -33,6 +34,9 @@ from roll_lite.distributed.strategy.inference.life import EngineLife, EngineMemo
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, by_bucket, tensors_of
 from roll_lite.files import FileRecord, flush, record
 from roll_lite.observability.device_memory import PeaksByPhase
+
+GROUP_TIMEOUT = timedelta(days=7)
+"""Longer than any of `limits`, which find hangs."""
 
 # ---------------------------------------------------------------- training
 
@@ -128,7 +132,7 @@ class TrainResult:
     grad_norm: float
     lr: float
     skipped: bool = False
-    """True if loss or gradient was not finite: weights, optimizer and schedule stay."""
+    """True if loss or gradient was not finite: weights and optimizer stay."""
     experts: ExpertUse | None = None
 
 
@@ -191,6 +195,10 @@ StateCopy = tuple[list[np.ndarray], list[dict[str, float]], dict[str, Any]]
 
 class TrainStrategy(ForwardStrategy):
     @abstractmethod
+    def set_schedule(self, update: int) -> None:
+        """Set the learning rate of planned update `update`, from 0."""
+
+    @abstractmethod
     def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
         """Run an optimizer step on this data-parallel rank's rows. `loss_fn` is called for every micro-batch, even empty."""
 
@@ -209,7 +217,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
-        """Return checksums of this rank's weights. A key names tensor, stage and shard: ranks with the same key hold copies, which must
+        """Return checksums of this rank's weights. A key names tensor, stage and shard: ranks with equal keys hold copies, which must
         agree."""
 
     @property

@@ -1,6 +1,6 @@
 """Checkpoints in Megatron's torch_dist format: weights, optimizer, schedule, random state.
 
-Shards have offsets in the full tensor, so other parallel layouts can load them; random state needs the same layout.
+Shards have offsets in the full tensor, so other layouts can load them; random state needs the same.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
         _load_optimizer(optimizer, to_fill, _steps_in(state["optimizer"]))
         with _clear_errors(folder / STATE_FOLDER):
             reader.load(optimizer.parts)  # the distributed optimizer's tensors
-        optimizer.scheduler.num_steps = 0
-        optimizer.scheduler.step(increment=state["schedule"]["num_steps"])
+        optimizer.set_schedule(state["schedule"]["num_steps"])
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         saved = torch.load(own, weights_only=True)
@@ -219,7 +218,7 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Make the distributed optimizer save buckets with their padding. Megatron-Core 0.16 saves them without but looks up offsets with it:
+    """Save the distributed optimizer's buckets with padding. Megatron-Core 0.16 saves them without but looks up offsets with it:
     parameters after the first padding would load wrong values."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
@@ -271,6 +270,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
             inner["state"]["common_step"] = torch.tensor(steps)
     optimizer.megatron.load_state_dict(state)
     optimizer.complete_states()
+    optimizer.updates_made = int(steps)
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

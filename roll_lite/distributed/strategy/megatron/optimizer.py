@@ -40,12 +40,11 @@ class Optimizer:
         self.megatron = _megatron_optimizer(config, chunks, distributed, dtype)
         self.parts: list[Any] = list(self.megatron.chained_optimizers)
         self.on_host = config.on_host
-        self._host_steps: list[HostStep] = []
+        self.updates_made = 0
         # Create Adam's moments before the first step, so that memory use is known and checkpoints can be loaded.
         for part in self.parts:
             if self.on_host:
-                self._host_steps.append(HostStep(part.optimizer, current_device()))
-                part.optimizer.step = self._host_steps[-1]
+                part.optimizer.step = HostStep(part.optimizer, current_device())
             part.init_state_fn(part.optimizer, part.config)
             if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
                 part.state_dict = partial(self._state_without_parameters, part)
@@ -72,15 +71,12 @@ class Optimizer:
 
     def _state_without_parameters(self, part: Any) -> dict[str, Any]:
         """Return the state of a part without parameters on this rank, where Megatron's method fails."""
-        steps = float(self.scheduler.num_steps)
-        groups = [{key: value for key, value in group.items() if key != "params"} | {"step": steps} for group in part.param_groups]
+        made = float(self.updates_made)
+        groups = [{key: value for key, value in group.items() if key != "params"} | {"step": made} for group in part.param_groups]
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        """Finish new or loaded states: move moments to the host (if set), use fused AdamW (if available), give each parameter its own
-        counter."""
-        for step in self._host_steps:
-            step.keep_moments()
+        """Finish new or loaded states: use fused AdamW (if available), give each parameter its own counter."""
         is_fused = not self.on_host and current_device().type in FUSED_ON
         # With torch's AdamW, Megatron-Core 0.16 loads one shared counter, which every parameter's update would advance: Adam's bias
         # correction would be silently wrong.
@@ -99,23 +95,28 @@ class Optimizer:
                 if with_moments:
                     yield from (one for _, one in sorted(part.optimizer.state.get(weight, {}).items()) if isinstance(one, torch.Tensor))
 
+    def set_schedule(self, update: int) -> None:
+        self.scheduler.num_steps = update
+        self.scheduler.step(increment=0)
+
     @torch.no_grad()
     def step(self, loss: float) -> StepResult:
-        """Clip gradients, update weights, advance the schedule. If any rank's loss or gradient is not finite, all skip the update."""
+        """Clip gradients, update weights. If any rank's loss or gradient is not finite, all skip this. Advance the schedule."""
         # Megatron's step() checks for infinities only with loss scaling. Without Apex or Transformer Engine, its norm and clipping wait for
         # the device once per parameter.
         lr = self.megatron.param_groups[0]["lr"]
         self.megatron.prepare_grads()
         grad_norm, all_finite = self._grad_norm(math.isfinite(loss))
-        if not (all_finite and math.isfinite(grad_norm)):
-            return StepResult(grad_norm, lr, skipped=True)
-        if 0 < self._clip_grad < grad_norm:
-            trained = (parameter for part in self.parts for parameter in part.get_parameters())
-            if gradients := [one.grad for one in trained if one.grad is not None]:  # a rank may hold no part of a small adapter
-                torch._foreach_mul_(gradients, self._clip_grad / (grad_norm + 1e-6))
-        self.megatron.step_with_ready_grads()
+        is_finite = all_finite and math.isfinite(grad_norm)
+        if is_finite:
+            if 0 < self._clip_grad < grad_norm:
+                trained = (parameter for part in self.parts for parameter in part.get_parameters())
+                if gradients := [one.grad for one in trained if one.grad is not None]:  # a rank may hold no part of a small adapter
+                    torch._foreach_mul_(gradients, self._clip_grad / (grad_norm + 1e-6))
+            self.megatron.step_with_ready_grads()
+            self.updates_made += 1
         self.scheduler.step(increment=1)
-        return StepResult(grad_norm, lr, skipped=False)
+        return StepResult(grad_norm, lr, skipped=not is_finite)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
         """Return (gradient norm of the whole model, whether all ranks' losses are finite). Collective."""
@@ -186,14 +187,21 @@ class HostStep:
         for group in adam.param_groups:
             for weight in group["params"]:
                 adam.state[weight] = {name: torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=self._pin) for name in MOMENTS}
+        # torch's load_state_dict would move all moments to the device.
+        adam.register_load_state_dict_pre_hook(self._take_moments)
+        adam.register_load_state_dict_post_hook(lambda loaded: loaded.state.update(self._kept))
+        self._kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
-    def keep_moments(self) -> None:
-        for state in self._optimizer.state.values():
+    def _take_moments(self, adam: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        self._kept = dict(adam.state)
+        weights = [weight for group in adam.param_groups for weight in group["params"]]
+        numbers = [number for group in loaded["param_groups"] for number in group["params"]]
+        for number, weight in zip(numbers, weights, strict=True):
+            given, kept = loaded["state"][number], self._kept[weight]
             for name in MOMENTS:
-                if not self._pin:
-                    state[name] = state[name].cpu()
-                elif not state[name].is_pinned():
-                    state[name] = state[name].cpu().pin_memory()
+                kept[name].copy_(given[name])
+            kept["step"] = given["step"]
+        return {**loaded, "state": {}}
 
     @torch.no_grad()
     def __call__(self) -> None:

@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from roll_lite.config.arithmetic import micro_batch_count_divisor, micro_batch_tokens_divisor
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.data.microbatch import Multiples
-from roll_lite.distributed.strategy.base import RankLayout
+from roll_lite.distributed.strategy.base import GROUP_TIMEOUT, RankLayout
 
 
 def cut_group(of_experts: bool) -> dist.ProcessGroup:
@@ -28,7 +28,11 @@ def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
             virtual_pipeline_model_parallel_size=strategy.virtual_pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else None,
             expert_model_parallel_size=strategy.expert_parallel,
             expert_tensor_parallel_size=strategy.expert_tensor_parallel,
+            distributed_timeout_minutes=int(GROUP_TIMEOUT.total_seconds() / 60),
         )
+        left_out = parallel_state.get_expert_data_parallel_group_gloo()  # Megatron-Core 0.16 gives this group no timeout
+        if dist.get_backend(left_out) == "gloo":
+            left_out.set_timeout(GROUP_TIMEOUT)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()

@@ -174,6 +174,10 @@ class MegatronStrategy(TrainStrategy):
             columns[name] = plan.collect_rows(found) if name == "final_value" else plan.collect_transitions(found, batch)
         return DataProto(columns)
 
+    def set_schedule(self, update: int) -> None:
+        assert self._optimizer is not None, "this strategy was made without an optimizer"
+        self._optimizer.set_schedule(update)
+
     def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
         check_outputs(outputs, self._value_head, training=True)
         assert self._optimizer is not None, "this strategy was made without an optimizer"
@@ -315,14 +319,14 @@ class MegatronStrategy(TrainStrategy):
         counters = []
         if self._optimizer is not None:
             tensors += self._optimizer.tensors()
-            counters += [*self._optimizer.megatron.param_groups, vars(self._optimizer.scheduler)]
+            counters += [*self._optimizer.megatron.param_groups, vars(self._optimizer.scheduler), vars(self._optimizer)]
         if self._average is not None:
             tensors += self._average.means.values()
         return memory_of(tensors), counters
 
 
 class WeightAverage:
-    """Moving average of the weights that this rank exports, in float32 on the host: bfloat16 would round small updates to 0. Updates run in
+    """Moving average of this rank's exported weights, in float32 on the host: bfloat16 would round small updates to 0. Updates run in
     a thread: `wait` before weights change."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:

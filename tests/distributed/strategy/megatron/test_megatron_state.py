@@ -299,6 +299,7 @@ def resume_in_the_decay(path: Path, folder: Path) -> None:
         same_weights(resumed, straight)
         resumed.load_copy(copy)
         assert_repeats(steps(resumed, range(done, 10)), expected)
+        assert optimizer_of(resumed).updates_made == optimizer_of(straight).updates_made == 10
 
 
 def test_a_schedule_goes_on_where_it_was(ranks: RankPool, path: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.models.hf_config import read_hf_config
 from roll_lite.workers.actor import ActorWorker
-from roll_lite.workers.model import ModelRole, Update
+from roll_lite.workers.model import ModelRole, TrainShare, Update
 from roll_lite.workers.objectives import ActorLoss
 from roll_lite.workers.phases import RankPhases
 
@@ -79,10 +79,8 @@ def trained(path: Path, layout: dict[str, Any]) -> tuple[list[Update], dict[str,
     worker.phases, worker._architecture = RankPhases("actor_train-0", Path("none")), read_hf_config(path)
     worker.algorithm = AlgorithmConfig(old_log_probs="current")
     worker.loss = ActorLoss(PolicyGradientLossConfig(), old_log_probs="current", measure_entropy=False)
-    shares = SimpleNamespace(
-        shard=SimpleNamespace(materialize=lambda: own), mini_batches=[MiniBatch(0, samples, weights)], supervised=[further]
-    )
-    return worker.train(shares, 0.0), own_gradients(strategy)
+    share: Any = SimpleNamespace(materialize=lambda: own)
+    return worker.train(TrainShare(share, [MiniBatch(0, samples, weights)], 0, [further]), 0.0), own_gradients(strategy)
 
 
 LAYOUTS: dict[str, dict[str, int]] = {

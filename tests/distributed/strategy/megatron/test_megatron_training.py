@@ -1,12 +1,16 @@
 """Several optimizer steps equal torch's AdamW on the Hugging Face model, in every layout; and what a step reports."""
 
 import math
+import os
+import socket
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 from megatron_cases import (
@@ -27,6 +31,7 @@ from support_models import by_checkpoint, load_hf
 from support_passes import train_step
 
 from roll_lite.config.schema.models import ModelConfig, OptimizerConfig, TrainRoleConfig
+from roll_lite.config.schema.run import LimitsConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.ragged import Ragged
@@ -34,7 +39,7 @@ from roll_lite.distributed.strategy.base import TrainResult, ValueInit
 from roll_lite.distributed.strategy.megatron.optimizer import STRETCH, squared_norm
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 from roll_lite.models.hf_config import read_hf_config
-from roll_lite.workers.model import CriticWorker, ModelRole, Update
+from roll_lite.workers.model import CriticWorker, ModelRole, ModelWorker, TrainShare, Update
 from roll_lite.workers.objectives import CriticLoss
 from roll_lite.workers.phases import RankPhases
 
@@ -331,8 +336,10 @@ def skip_and_go_on(path: Path, layout: dict[str, Any], broken: str) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in own_weights(strategy).items())
     assert all(torch.equal(ours, earlier) for ours, earlier in zip(moments(strategy), state, strict=True))
     after = train_step(strategy, batch, weighted_loss, ["log_probs"], 4)
+    untouched.set_schedule(2)
     expected = train_step(untouched, batch, weighted_loss, ["log_probs"], 4)
-    assert_repeats([after], [expected])  # the step after a skipped one is that of a strategy that never saw it
+    assert after.lr == pytest.approx(CONFIG.lr * 3 / 4) and optimizer_of(strategy).updates_made == 2
+    assert_repeats([after], [expected])  # but for the rate, the step after a skipped one is that of a strategy that never saw it
     assert_equal(own_weights(strategy), own_weights(untouched))
 
 
@@ -388,8 +395,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_alone_is_so_on_all(ranks: RankPoo
 
 def losses_of_rows(path: Path, layout: dict[str, Any]) -> tuple[list[Update], dict[int, float]]:
     """Of a critic with a return that is not finite in sample 4, which data-parallel rank 1 has; and what its rows should be told with:
-    all values are 0 at first."""
-    strategy = started(path, CONFIG, value_init="actor", **layout)
+    all values are 0 at first. Three updates of the warm-up are behind it, made or not."""
+    strategy = started(path, CONFIG.model_copy(update={"warmup_steps": 10}), value_init="actor", **layout)
     batch = batch_of()
     returns = [row.clone() for row in (batch.ragged("returns").row(number) for number in range(6))]
     returns[4][-1] = float("nan")
@@ -403,7 +410,7 @@ def losses_of_rows(path: Path, layout: dict[str, Any]) -> tuple[list[Update], di
     worker.strategy, worker.loss = strategy, CriticLoss()
     worker.phases, worker._architecture = RankPhases("critic-0", Path("none")), read_hf_config(path)
     mini_batches = [MiniBatch(epoch, samples, np.full(len(samples), 0.5, dtype=np.float32)) for epoch in range(2)]
-    updates = worker.train(SimpleNamespace(shard=SimpleNamespace(materialize=lambda: own), mini_batches=mini_batches, supervised=[]))
+    updates = worker.train(TrainShare(SimpleNamespace(materialize=lambda: own), mini_batches, first_update=3))  # type: ignore[arg-type]
     return updates, expected if strategy.layout.is_head else {}
 
 
@@ -417,9 +424,33 @@ def check_losses_of_rows(ranks: RankPool, path: Path, layout: dict[str, Any], wo
     told: dict[int, float] = {}
     for updates, expected in ranks(world_size, losses_of_rows, path, layout):
         assert [update.result.skipped for update in updates] == [True, True]
+        assert [update.result.lr for update in updates] == pytest.approx([0.4 * CONFIG.lr, 0.5 * CONFIG.lr])
         assert updates[0].row_losses == pytest.approx(expected, nan_ok=True) and updates[1].row_losses == {}
         told |= updates[0].row_losses
     assert sorted(told) == list(range(6)) and [sample for sample, loss in told.items() if math.isnan(loss)] == [4]
+
+
+def timeouts_of_groups(path: Path) -> set[timedelta]:
+    """Of all that a worker makes, in a process group of its own."""
+    dist.destroy_process_group()
+    worker: Any = ModelWorker.__new__(ModelWorker)
+    worker.spec = ModelRole(ModelConfig(path=path, dtype="float32"), TrainRoleConfig(), total_updates=1, seed=0, deterministic=False)
+    worker.rank, worker.world_size, worker.local_rank = 0, 1, 0
+    worker._listener, worker.phases = socket.create_server(("", 0)), RankPhases("critic-0", Path("none"))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(worker._listener.getsockname()[1])}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+        worker.initialize()
+    groups = list(dist.distributed_c10d._world.pg_map)
+    assert len(groups) > 10
+    return {group._get_backend(device).options._timeout for group in groups for device in group._device_types}
+
+
+def test_no_collective_gives_up_before_the_drivers_limits(ranks: RankPool, path: Path) -> None:
+    """A save waits for the rank that writes most, as long as limits.checkpoint allows."""
+    longest = max(limit for limit in LimitsConfig().model_dump().values() if isinstance(limit, float))
+    (timeouts,) = ranks(1, timeouts_of_groups, path)
+    assert min(timeouts) > timedelta(seconds=longest), timeouts
 
 
 def bfloat16_training(path: Path, layout: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
