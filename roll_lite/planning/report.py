@@ -41,6 +41,15 @@ from roll_lite.planning.time import DEVICES, Device, StepTime, step_time, under_
 from roll_lite.simulator.report import table_of_runs
 
 LISTED, TRIED = 5, 80
+UNDIVIDED = {
+    "tensor_parallel": 1,
+    "sequence_parallel": False,
+    "pipeline_parallel": 1,
+    "virtual_pipeline_parallel": 1,
+    "pipeline_layers": None,
+    "context_parallel": 1,
+    "expert_parallel": 1,
+}  # before a layout is tried: the configuration's own may need more devices
 
 
 @dataclass(frozen=True)
@@ -139,8 +148,7 @@ def search(config: RunConfig, model: Architecture, device: Device, devices: int)
         for other, layout in product(placed, _layouts(model, trainers)):
             for name, role in roles(other).items():
                 if isinstance(role, ForwardRoleConfig):
-                    strategy = role.strategy.model_copy(update={**layout, "virtual_pipeline_parallel": 1})
-                    other = _changed(other, f"{name}.strategy", strategy)
+                    other = _changed(other, f"{name}.strategy", role.strategy.model_copy(update=layout))
             copies = trainers // model_parallel_size(other.actor_train)
             of_rank = model.parameters(1, layout["expert_parallel"]) / layout["tensor_parallel"] / layout["pipeline_parallel"]
             if not copies or of_rank * (6 + 12 / copies) > device.memory_gib * GIB:
@@ -173,6 +181,8 @@ def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
         own = list(range(trainers)) if isinstance(role, ForwardRoleConfig) else list(range(first, devices))
         config = _changed(config, f"{name}.devices", own)
         config = _changed(config, f"{name}.offload", first == 0) if hasattr(role, "offload") else config
+        if isinstance(role, ForwardRoleConfig):
+            config = _changed(config, f"{name}.strategy", role.strategy.model_copy(update=UNDIVIDED))
     supply = {"supply": "sync"} if first == 0 else {"supply": "async", "max_staleness": 1, "on_sync": "pause"}
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=supply)})
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from roll_lite.cli import _parser, main
+from roll_lite.config.arithmetic import model_parallel_size
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
 from roll_lite.config.schema.run import RunConfig
@@ -355,6 +356,10 @@ def test_a_search_offers_layouts_of_experts_and_of_engines() -> None:
     assert {one["expert_parallel"] for one in _layouts(dense, 16)} == {1} and all(one["tensor_parallel"] <= 2 for one in _layouts(dense, 2))
     placed = _placed(config("qwen3_30b_a3b_grpo"), 8, 16)
     assert placed.actor_infer.devices == list(range(8, 16)) and placed.rollout.supply == "async"
+    own = ["actor_train.strategy.pipeline_parallel=2", "actor_train.strategy.pipeline_layers=[13,15]"]
+    one = _placed(config("qwen2.5_7b_grpo", *own), 1, 2)
+    assert model_parallel_size(one.actor_train) == 1 and one.actor_train.strategy.pipeline_layers is None, "its own layout needs 4 devices"
+    assert len(list(_with_engines(one, dense, DEVICES["H100"]))) == 1
     # 61 GB of weights: in 24 GiB a half has no room, a quarter has, and an eighth is faster
     parallel = {
         gib: [one.actor_infer.strategy.tensor_parallel for one in _with_engines(placed, moe, replace(DEVICES["H100"], memory_gib=gib))]
