@@ -105,6 +105,15 @@ async def test_held_out_samples_are_found_by_their_part(tmp_path: Path) -> None:
     index.close()
 
 
+def test_a_line_that_cannot_be_read_is_left_out(runs: Path) -> None:
+    [file, *_] = (runs / NAME / "samples").glob("step_*.jsonl")
+    file.write_text(file.read_text() + file.read_text().splitlines()[0].replace("{", '{"details": "\\ud800", ', 1) + "\n")
+    index = SampleIndex(runs / NAME)
+    index.refresh()
+    assert sorted((one["value"], one["count"]) for one in index.counts({}, "domain")) == [("add", 14), ("make", 12)]
+    index.close()
+
+
 async def test_pages_follow_one_another_in_the_chosen_order(client: TestClient[Any, Any]) -> None:
     whole = await answer(client, "samples", run=NAME, sort="response_tokens")
     parts = [

@@ -33,7 +33,8 @@ READ = """
         step: 'BIGINT', domain: 'VARCHAR', "group": 'BIGINT', "index": 'BIGINT', prompt_uid: 'BIGINT', score: 'DOUBLE', correct: 'BOOLEAN',
         outcome: 'VARCHAR', failure: 'VARCHAR', finish_reason: 'VARCHAR', response_tokens: 'BIGINT', prompt: 'VARCHAR',
         response: 'VARCHAR', asked_at: 'DOUBLE', generated_at: 'DOUBLE', scored_at: 'DOUBLE', episode: 'JSON', parts: 'VARCHAR[]'})
-    LEFT JOIN credits USING (step, "group", "index")"""
+    LEFT JOIN credits USING (step, "group", "index")
+    WHERE domain IS NOT NULL"""  # all columns are null for a line that DuckDB cannot read
 CREDITS = """
     CREATE OR REPLACE TEMP TABLE credits AS SELECT step, "group", "index", any_value(reward) AS reward, any_value(advantage) AS advantage
     FROM read_json(?, format = 'newline_delimited', ignore_errors = true, columns = {
