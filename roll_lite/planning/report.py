@@ -224,7 +224,10 @@ def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
     runs = under_each_supply(plan.time.scenario)
     advice = list(remedies(config, model, device, plan.phases)) if plan.problems else []
     if parsed.json:
-        supplies = {one.scenario.policy: {"step_s": one.step_s, "staleness": one.staleness} for one in runs}
+        supplies = {
+            one.scenario.policy: {"step_s": one.step_s, "staleness": one.staleness} if one.steps else {"error": one.early_end}
+            for one in runs
+        }
         times = {name: {"seconds": one.seconds, **asdict(one)} for name, one in plan.time.phases.items()}
         memory, phases = {name: asdict(one) for name, one in plan.memory.items()}, [asdict(one) for one in plan.phases]
         numbers = {"problems": plan.problems, "memory_bytes": memory, "phases": phases, "times": times, "cached_tokens": plan.cached_tokens}
