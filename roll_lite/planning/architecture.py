@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from roll_lite.config.problems import LEFT_OUT
-from roll_lite.config.schema.models import LoraConfig, MegatronStrategyConfig
+from roll_lite.config.schema.models import EngineStrategyConfig, LoraConfig, MegatronStrategyConfig
 from roll_lite.hub import HubPath, config_folder, config_notation, located
 from roll_lite.models.hf_config import HfConfig, hf_config_of, read_config, read_hf_config
 
@@ -26,10 +26,19 @@ class Architecture:
         hold a copy."""
         hf = self.hf
         cut = sum(self._attention(parallel) + self._feed_forward(layer, expert_parallel) for layer in range(hf.layers))
-        embeddings = (1 if hf.tied_embeddings else 2) * hf.vocab_size * hf.hidden
         routers = sum(hf.hidden * hf.experts.count for layer in range(hf.layers) if hf.experts and hf.has_experts(layer))
         norms = hf.layers * (2 * hf.hidden + (2 * hf.head_dim if hf.qk_norm else 0)) + hf.hidden
-        return (cut + embeddings) // parallel + routers + norms
+        return (cut + self._embeddings) // parallel + routers + norms
+
+    @property
+    def _embeddings(self) -> int:
+        return (1 if self.hf.tied_embeddings else 2) * self.hf.vocab_size * self.hf.hidden
+
+    def engine_weight_bytes(self, strategy: EngineStrategyConfig, number_bytes: int) -> int:
+        weights = self.parameters(strategy.tensor_parallel) * number_bytes
+        if strategy.quantization == "none":
+            return weights
+        return (weights + self._embeddings * number_bytes // strategy.tensor_parallel) // 2  # fp8: of the layers alone
 
     def adapter_parameters(self, lora: LoraConfig, expert_parallel: int = 1) -> int:
         hf = self.hf

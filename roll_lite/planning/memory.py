@@ -137,9 +137,7 @@ def engine_memory(config: RunConfig, model: Architecture, device_bytes: float) -
 
 def _serving_memory(strategy: EngineStrategyConfig, model: Architecture, size: int, device_bytes: float) -> RankMemory:
     hf, parallel = model.hf, strategy.tensor_parallel
-    weights = model.parameters(parallel) * size
-    if strategy.quantization == "fp8":  # of the layers; embeddings and output layer stay as they are
-        weights = (weights + 2 * hf.vocab_size * hf.hidden * size // parallel) // 2
+    weights = model.engine_weight_bytes(strategy, size)
     forward = strategy.max_batched_tokens * (4 * hf.hidden + 3 * hf.feed_forward // parallel) * size
     forward += strategy.max_running_requests * hf.vocab_size * 4 + GRAPHS_BYTES
     share = strategy.gpu_memory_utilization * device_bytes

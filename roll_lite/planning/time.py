@@ -219,7 +219,7 @@ def engine_rates(config: RunConfig, model: Architecture, device: Device) -> Engi
     """Estimate an engine replica's speed. A forward pass reads weights and cache, and computes one token per request."""
     strategy, copies, size = config.actor_infer.strategy, config.actor_infer.replicas_per_device, number_bytes(config)
     parallel = strategy.tensor_parallel
-    weights = model.parameters(parallel) * size / (2 if strategy.quantization == "fp8" else 1)
+    weights = model.engine_weight_bytes(strategy, size)
     bandwidth = device.memory_gb_s * 1e9 * READING / copies
     token_s = model.flops(0) * copies / (parallel * device.tflops * 1e12 * FORWARD)
     pass_s = weights / bandwidth + model.hf.layers * LAYER_S * min(parallel, 2)

@@ -244,6 +244,18 @@ def test_rates_of_a_7b_on_an_h100() -> None:
     assert rates.cached_token_s == pytest.approx(57_344 / (0.65 * 3.35e12))
 
 
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("Qwen/Qwen3-4B", 151_936 * 2560), ("Qwen/Qwen2.5-7B", 2 * 152_064 * 3584)],
+    ids=["one matrix for both", "embeddings and output layer"],
+)
+def test_fp8_halves_the_layers(name: str, kept: int) -> None:
+    run, model, h100 = config("qwen2.5_7b_grpo", "actor_infer.strategy.quantization=fp8"), public(name), DEVICES["H100"]
+    weights = PARAMETERS[name] + kept  # one byte each of the layers, two of what is kept
+    assert engine_memory(run, model, 80 * GIB).weights == weights
+    assert engine_rates(run, model, h100).pass_s == pytest.approx(weights / (0.65 * 3.35e12) + model.hf.layers * 12e-6)
+
+
 def test_phases_of_a_step() -> None:
     time = step_time(config(), public("Qwen/Qwen2.5-7B"), DEVICES["H100"], 800_000)
     assert list(time.phases) == ["log_probs actor_train", "train actor_train", "sync_weights", "load and offload", "generate"]
