@@ -252,6 +252,20 @@ async def test_a_run_that_cannot_be_read_leaves_the_others_in_the_list(runs: Pat
     assert third["steps"] == [1, 2, 3, 4]
 
 
+def indexed(runs: Path) -> list[Path]:
+    return [file.parent for file in runs.rglob("view.duckdb")]
+
+
+async def test_a_run_is_indexed_when_its_samples_are_asked_for(runs: Path) -> None:
+    async with TestClient(TestServer(application([runs]))) as one:
+        first, second = await answer(one, "runs")
+        assert indexed(runs) == [] and "changes" not in first
+        assert await counted(one, NAME) == 26, "the first answer has all samples of a small run"
+        first, second = await answer(one, "runs")
+        assert first["changes"] == 1 and "changes" not in second
+    assert indexed(runs) == [runs / NAME]
+
+
 def test_the_index_is_kept_and_follows_changed_files(runs: Path) -> None:
     folder = runs / NAME
     index = SampleIndex(folder)

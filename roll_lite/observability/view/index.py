@@ -10,7 +10,7 @@ from typing import Any
 import duckdb
 
 INDEX_FILE = "view.duckdb"
-OFFLINE = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
+SETTINGS = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false", "threads": "2"}
 BATCH_BYTES = 64 << 20
 """Bytes of sample files that are indexed in one transaction."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
@@ -65,9 +65,9 @@ class SampleIndex:
         self._run = run
         self._lock = threading.Lock()
         try:
-            self._db = duckdb.connect(str(run / INDEX_FILE), config=OFFLINE)
+            self._db = duckdb.connect(str(run / INDEX_FILE), config=SETTINGS)
         except duckdb.Error:  # a folder that is read only, another viewer, another version's file
-            self._db = duckdb.connect(config=OFFLINE)
+            self._db = duckdb.connect(config=SETTINGS)
         self._db.execute(SCHEMA)
         self.changes = 0
         self._closed = False

@@ -20,6 +20,7 @@ from roll_lite.observability.trackers import METRICS_FILE, shown_settings
 from roll_lite.observability.view.index import SampleIndex
 
 PAGE = Path(__file__).with_name("page")
+FIRST_S = 1.0
 PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
 """Columns of batches and dumps with a number for each token but the first."""
 
@@ -46,6 +47,8 @@ class Run:
         self._records: dict[int, dict[str, float]] = {}
         self._read = 0
         self._last_line = b""
+        self._opening = threading.Lock()
+        self.opened: SampleIndex | None = None
 
     def status(self) -> dict[str, Any]:
         records, config = self.records(), self._config
@@ -151,9 +154,19 @@ class Run:
         engines = {group: [one[0] if isinstance(one, list) else one for one in firsts] for group, firsts in of_samples.items()}
         return {"work": work, "engines": engines}
 
-    @cached_property
+    @property
     def index(self) -> SampleIndex:
-        return SampleIndex(self.folder)
+        with self._opening:
+            if self.opened is None:
+                self.opened = SampleIndex(self.folder)
+                self.update_index().join(FIRST_S)  # small runs are indexed before the first answer
+            return self.opened
+
+    def update_index(self) -> threading.Thread:
+        assert self.opened is not None
+        thread = threading.Thread(target=self.opened.refresh, daemon=True)
+        thread.start()
+        return thread
 
 
 def lines_of(file: Path, mark: str = "") -> Iterator[dict[str, Any]]:

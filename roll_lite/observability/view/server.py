@@ -55,19 +55,21 @@ class Viewer:
         self.runs()
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return the states of all runs, and start updating their indexes in the background."""
+        """Return the states of all runs, and start updating opened indexes in the background."""
         with self._lock:
             for name, folder in find_runs(self._places).items():
                 if name not in self._runs:
                     self._runs[name] = Run(name, folder)
-                threading.Thread(target=self._runs[name].index.refresh, daemon=True).start()
             states: list[dict[str, Any]] = []
             for run in self._runs.values():
                 try:
                     state = run.status()
                 except (ValueError, OSError, yaml.YAMLError) as error:  # the other runs are shown
                     state = {"name": run.name, "summary": {"exit": f"unreadable: {error}"}, "domains": [], "steps": [], "metrics": []}
-                states.append({**state, "waiting": run.index.waiting, "changes": run.index.changes})
+                if (index := run.opened) is not None:
+                    run.update_index()
+                    state |= {"waiting": index.waiting, "changes": index.changes}
+                states.append(state)
             return states
 
     def answer(self, what: str, given: Given) -> Any:
@@ -76,8 +78,8 @@ class Viewer:
         return ANSWERS[what](self._runs[given["run"][0]], given)
 
     async def close(self, _: web.Application) -> None:
-        for run in self._runs.values():
-            await asyncio.to_thread(run.index.close)
+        for index in [run.opened for run in self._runs.values() if run.opened is not None]:
+            await asyncio.to_thread(index.close)
 
     async def api(self, request: web.Request) -> web.StreamResponse:
         given = {name: request.query.getall(name) for name in request.query}
