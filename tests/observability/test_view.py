@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -19,8 +20,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from support_view import ATTACK, make_run, sample, write_step
 
 from roll_lite.cli import main
+from roll_lite.files import write_whole
+from roll_lite.observability.view import report
 from roll_lite.observability.view.index import SampleIndex
-from roll_lite.observability.view.report import content, write_report
+from roll_lite.observability.view.report import _every, content, write_report
 from roll_lite.observability.view.runs import Run, find_runs
 from roll_lite.observability.view.server import application
 
@@ -344,4 +347,30 @@ def test_long_texts_are_cut_and_many_steps_thinned(tmp_path: Path) -> None:
     assert time.process_time() - started < 4, "usually well under a second"
     assert len(text) < 8_000_000 and "96,000 more characters" in text
     found = content(Run("x", folder))
-    assert 290 < len(found["series"]["steps"]) < 610 and found["series"]["steps"][-1] == 1500
+    assert 150 < len(found["series"]["steps"]) <= 300 and found["series"]["steps"][-1] == 1500
+    assert 150 < len(found["phases"]) <= 300
+
+
+@pytest.mark.parametrize("count", [1, 299, 300, 301, 599, 600, 601, 12_345])
+def test_curves_have_up_to_300_points_with_the_last(count: int) -> None:
+    every = _every(count)
+    shown = {*range(0, count, every), count - 1}
+    assert min(count, 151) <= len(shown) <= 300
+
+
+def test_a_report_that_cannot_be_written_leaves_the_others(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(runs / "small/third")
+    (runs / NAME / "config.yaml").write_text("steps: [")
+
+    def full(path: Path, text: str) -> None:
+        if path.parent.name == "second":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_whole(path, text)
+
+    monkeypatch.setattr(report, "write_whole", full)
+    assert main(["report", str(runs)]) == 2
+    output, said = capsys.readouterr()
+    assert output == f"{runs / 'small/third/report.html'}\n"
+    assert f"{runs / NAME}: no report: while parsing" in said and "second: no report: [Errno 28] No space left on device" in said
