@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from aiohttp.test_utils import TestClient, TestServer
 from support_view import ATTACK, make_run, sample, write_step
 
@@ -157,6 +158,26 @@ async def test_a_timeline_has_phases_samples_and_engines(client: TestClient[Any,
         *((name, "", None) for name in ("step", "generate", "train")),
         *((f"actor_train[{rank}] train", "actor_train", rank) for rank in range(2)),
     ]
+
+
+async def test_many_long_names_fit_in_a_question(client: TestClient[Any, Any]) -> None:
+    names = [f"domain/domain_number_{number:03}/reward/mean" for number in range(500)]
+    assert (await answer(client, "series", run=NAME, name=[*names, "reward/mean"]))["values"].keys() == {"reward/mean"}
+
+
+async def test_a_place_without_runs_leaves_the_others_in_the_list(runs: Path) -> None:
+    async with TestClient(TestServer(application([runs / NAME, runs / "small/second"]))) as one:
+        (runs / "small/second").rename(runs / "moved")
+        first, second = await answer(one, "runs")
+    assert first["steps"] == [1, 2, 3, 4] and "unreadable: " in second["summary"]["exit"]
+
+
+async def test_a_run_that_continues_with_other_settings_shows_them(client: TestClient[Any, Any], runs: Path) -> None:
+    file = runs / NAME / "config.yaml"
+    await asyncio.to_thread(file.write_text, yaml.safe_dump({"steps": 9, "seed": 8, "domains": {"new": {}}}))
+    assert (await answer(client, "config", run=NAME))["seed"] == 8
+    first, _ = await answer(client, "runs")
+    assert (first["steps_planned"], first["domains"]) == (9, ["new"])
 
 
 async def test_settings_come_without_secrets(client: TestClient[Any, Any]) -> None:

@@ -25,13 +25,14 @@ PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "a
 """Columns of batches and dumps with a number for each token but the first."""
 
 
-def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """Return {name: folder} of the runs at `places` (runs' folders, or folders that hold runs). ValueError for a place without runs."""
+def find_runs(places: Sequence[Path], in_each: bool = True) -> dict[str, Path]:
+    """Return {name: folder} of the runs at `places` (runs' folders, or folders that hold runs). `in_each`: ValueError for a place
+    without."""
     found: dict[str, Path] = {}
     for place in places:
         files = [file for level in (".", "*", "*/*") for file in place.glob(f"{level}/{CONFIG_FILE}")]
         folders = {file.parent.resolve() for file in files if any((file.parent / one).is_file() for one in (METRICS_FILE, SUMMARY_FILE))}
-        if not folders:
+        if in_each and not folders:
             raise ValueError(f"{place}: no run here; name a run's folder, such as runs/latest, or one that holds runs, such as runs")
         for folder in sorted(folders, key=lambda folder: folder.name):
             name = f"{folder.parent.name}/{folder.name}"
@@ -47,6 +48,8 @@ class Run:
         self._records: dict[int, dict[str, float]] = {}
         self._read = 0
         self._last_line = b""
+        self._settings: dict[str, Any] = {}
+        self._config_of: tuple[int, int] | None = None
         self._opening = threading.Lock()
         self.opened: SampleIndex | None = None
 
@@ -90,10 +93,14 @@ class Run:
     def config(self) -> dict[str, Any]:
         return shown_settings(self._config, os.environ)
 
-    @cached_property
+    @property
     def _config(self) -> dict[str, Any]:
-        text = (self.folder / CONFIG_FILE).read_text(encoding="utf-8")
-        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+        state = (self.folder / CONFIG_FILE).stat()
+        if self._config_of != (state.st_mtime_ns, state.st_size):  # a run that continues may have other settings
+            text = (self.folder / CONFIG_FILE).read_text(encoding="utf-8")
+            self._settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+            self._config_of = state.st_mtime_ns, state.st_size
+        return self._settings
 
     def group(self, kind: str, step: int, group: int) -> list[dict[str, Any]]:
         name = f"{'validation' if kind == 'validation' else 'step'}_{step:06d}.jsonl"

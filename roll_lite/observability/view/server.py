@@ -23,6 +23,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+MOST_QUESTION_BYTES = 1 << 20  # the page asks for the curves of all domains at once
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 Given = dict[str, list[str]]
@@ -52,12 +53,13 @@ class Viewer:
         self._places = places
         self._runs: dict[str, Run] = {}
         self._lock = threading.Lock()
+        find_runs(places)  # later a place may be empty
         self.runs()
 
     def runs(self) -> list[dict[str, Any]]:
         """Return the states of all runs, and start updating opened indexes in the background."""
         with self._lock:
-            for name, folder in find_runs(self._places).items():
+            for name, folder in find_runs(self._places, in_each=False).items():
                 if name not in self._runs:
                     self._runs[name] = Run(name, folder)
             states: list[dict[str, Any]] = []
@@ -108,7 +110,7 @@ def application(places: Sequence[Path], host: str = LOCAL[0]) -> web.Application
     async def page(request: web.Request) -> web.StreamResponse:
         return web.FileResponse(PAGE / "view.html")
 
-    viewer, app = Viewer(places), web.Application(middlewares=[guard])
+    viewer, app = Viewer(places), web.Application(middlewares=[guard], handler_args={"max_line_size": MOST_QUESTION_BYTES})
     app.on_cleanup.append(viewer.close)
     app.router.add_get("/", page)
     app.router.add_get("/api/{what}", viewer.api)
