@@ -28,6 +28,7 @@ from roll_lite.config.checks.across import Check, simulated_domains
 from roll_lite.config.checks.gpu_only import needs_gpus
 from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.checks.notes import notes_on
+from roll_lite.config.checks.uploads import not_uploaded
 from roll_lite.config.compose.layers import compose, find
 from roll_lite.config.compose.overrides import COMMAND_LINE, MOST_RUNS, alternatives, parse_override
 from roll_lite.config.loading import load_config, located
@@ -244,7 +245,7 @@ def _fixed(override: str) -> str:
 
 def _submit(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     try:
-        from roll_lite.pipeline.submission import not_uploaded, submit
+        from roll_lite.pipeline.submission import submit
     except ImportError as error:
         sys.stderr.write(f'{error}; pip install "roll_lite[jobs]"\n')
         return WRONG_CONFIGURATION
@@ -264,7 +265,8 @@ def _launch(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     overrides = list(map(_fixed, overrides))
     written = compose(name, folder, overrides)
     launch = Launch(parsed.target, parsed.config_name, parsed.config_path, overrides, parsed.image, parsed.claim)
-    of_launch = (lambda _: written.problems, lambda config: launch.mistakes(config, find(name, folder)))
+    problems = [*written.problems, *(not_uploaded(written.data, folder) if parsed.target == "ray" else ())]
+    of_launch = (lambda _: problems, lambda config: launch.mistakes(config, find(name, folder)))
     config = _loaded(parsed, overrides, (engine_arguments_fit, check_rewards, *of_launch), files=False)
     try:
         with parsed.output.open("x", encoding="utf-8") if parsed.output else nullcontext(sys.stdout) as file:

@@ -267,6 +267,8 @@ MISTAKES = {
     "slurm --config-name tiny_grpo placement.nodes=1 actor_infer.devices=9": "device 8 is not there: the cluster has 1 node with 8 devices",
     "slurm --config-name tiny_grpo ray.address=h:6379": "names another cluster than the file starts; leave it out",
     "slurm --config-name tiny_grpo trackers=[{name:wandb,args:{api_key:sk-LITERAL}}]": "would stand in the file; write ${oc.env:NAME}",
+    "ray --config-name tiny_grpo": 'run_dir = "runs": would be in the job\'s copy of the current folder, which Ray deletes',
+    "ray --config-name tiny_grpo run_dir=/shared/runs model.path=../m": 'model.path = "../m": leads out of the current folder',
     "k8s --config-name tiny_grpo run_dir=/shared/runs": "--image: has to be given",
     "k8s --config-name tiny_grpo --image x": "would be lost with its pod; name a folder in /shared",
     "k8s --config-name tests/none --image x": "no tests/none.yaml in",

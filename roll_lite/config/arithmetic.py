@@ -170,6 +170,10 @@ def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
     return lora if lora is not None and lora.engines == "adapter" and config.mode == "full" else None
 
 
+def training_passes(lora: LoraConfig | None) -> int:
+    return 3 if lora is None else 2  # forward, gradients of inputs and, unless frozen, of weights
+
+
 def engine_offload(config: RunConfig) -> EngineOffload:
     if not config.actor_infer.offload:
         return "never"

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from roll_lite.config.schema.run import RayConfig
-from roll_lite.distributed.ray_session import ray_session
-from roll_lite.doctor.machine import ABSENT, Diagnosis, alone, check_engines, check_machine, check_ports
-from roll_lite.doctor.nodes import check_nodes
+from roll_lite.doctor.packages import ABSENT, LOCK, Diagnosis, wrong_packages
 from roll_lite.files import first_line, read_text
 from roll_lite.pipeline.sweep import INTERRUPTED, run_forwarding_signals
 
@@ -40,6 +38,13 @@ def answer(asked: argparse.Namespace) -> int:
 def _examine(asked: argparse.Namespace) -> Iterator[Diagnosis]:
     here = Path("runs").absolute()
     try:
+        from roll_lite.doctor.machine import alone, check_engines, check_machine, check_ports
+        from roll_lite.doctor.nodes import check_nodes
+    except (ImportError, OSError) as error:  # torch or ray, which most of roll_lite imports
+        yield from wrong_packages()
+        yield Diagnosis("imports", first_line(error), LOCK)
+        return
+    try:
         if asked.nodes:
             yield from check_nodes(asked.address or "auto", here)
         else:
@@ -58,6 +63,8 @@ def _examine(asked: argparse.Namespace) -> Iterator[Diagnosis]:
 
 def reach_ray(address: str | None) -> str:
     """Start Ray as a run does, or attach to a cluster; return a sentence about it."""
+    from roll_lite.distributed.ray_session import ray_session
+
     started = time.monotonic()
     with ray_session(RayConfig(address=address), None) as session:
         if session.started:

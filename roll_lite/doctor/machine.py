@@ -10,20 +10,17 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from importlib import metadata
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from subprocess import getoutput
 from typing import Any
 
-from packaging.requirements import Requirement
-
 from roll_lite.config.schema.run import RayConfig
 from roll_lite.distributed.session_guard import SHARED
 from roll_lite.distributed.strategy.build import ENGINES
 from roll_lite.distributed.strategy.inference.settings import NotInstalled
+from roll_lite.doctor.packages import ABSENT, Diagnosis, wrong_packages
 from roll_lite.pipeline.node_facts import GIB, LEAST_DISK_GIB, MOST_CLOCK_SECONDS, Scout, installed
 from roll_lite.pipeline.shortages import check_machine as find_shortages
 from roll_lite.sandbox.pool import Sandbox, SandboxTrouble
@@ -31,8 +28,6 @@ from roll_lite.sandbox.pool import Sandbox, SandboxTrouble
 PORTS = 6379, 8265, 8700
 """Default ports of Ray's head node, its dashboard and `roll-lite view`. A run's own Ray takes ports from the system."""
 TAKEN = "if that is neither Ray nor `roll-lite view`, give those another --port"
-ABSENT = "not installed"
-INSTALL = "install the versions of a lock file (roll-lite docs environment), or pip install"
 NO_ENGINE = "install one engine (roll-lite docs environment); without any there is only mode=train_only"
 SMALL = f"Ray's objects go to the temporary folder, which is slower; enlarge {SHARED} (docker run --shm-size=1g)"
 DISK = "remove files, or have runs write elsewhere (run_dir)"
@@ -46,21 +41,6 @@ DRIVER = re.compile(r"Driver Version: *\S+ +CUDA Version: *[\d.]+")
 GPU_STACK = "install a lock file for GPUs (roll-lite docs environment) and a driver for its CUDA version; if they fit, look at dmesg"
 Memory = tuple[str, int, int]
 """(name, free bytes, total bytes) of a GPU."""
-
-
-@dataclass
-class Diagnosis:
-    check: str
-    value: str
-    remedy: str = ""
-    """Empty if nothing is wrong."""
-    status: str = "fault"
-    """"fault" or "warning"; "ok" if there is no remedy."""
-    node: str = ""
-    """Address of the node, if several are checked."""
-
-    def __post_init__(self) -> None:
-        self.status = self.status if self.remedy else "ok"
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -77,15 +57,7 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def check_versions() -> Iterator[Diagnosis]:
-    """Compare installed packages with the ranges in roll_lite's own metadata."""
-    for requirement in map(Requirement, metadata.requires("roll_lite") or ()):
-        try:
-            version = metadata.version(requirement.name)
-            fits = requirement.specifier.contains(version, prereleases=True)
-        except metadata.PackageNotFoundError:
-            version, fits = ABSENT, False
-        if not (fits or requirement.marker):  # with a marker it is an extra
-            yield Diagnosis(requirement.name, f"{version}, supported is {requirement.specifier or 'any'}", f"{INSTALL} '{requirement}'")
+    yield from wrong_packages()
     yield Diagnosis("versions", ", ".join(f"{name} {version.split()[0]}" for name, version in installed().items()))
 
 

@@ -19,7 +19,8 @@ from roll_lite.distributed.place import on_node
 from roll_lite.distributed.placement import Slot
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.worker import Worker
-from roll_lite.doctor.machine import Diagnosis, check_machine
+from roll_lite.doctor.machine import check_machine
+from roll_lite.doctor.packages import Diagnosis
 from roll_lite.files import first_line
 from roll_lite.pipeline.node_facts import differences, look_at, node_table, warnings
 

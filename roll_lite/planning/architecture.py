@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from roll_lite.config.problems import LEFT_OUT
+from roll_lite.config.schema.models import EngineStrategyConfig, LoraConfig, MegatronStrategyConfig
 from roll_lite.hub import HubPath, config_folder, config_notation, located
 from roll_lite.models.hf_config import HfConfig, hf_config_of, read_config, read_hf_config
 
@@ -21,24 +22,52 @@ class Architecture:
     hf: HfConfig
 
     def parameters(self, parallel: int = 1, expert_parallel: int = 1) -> int:
-        """Count the parameters or, with tensor parallelism (`parallel`), those on one engine rank. Ranks that share a key/value head each
+        """Count the parameters or, with tensor parallelism (`parallel`), those on one engine rank. Ranks sharing a key/value head each
         hold a copy."""
         hf = self.hf
         cut = sum(self._attention(parallel) + self._feed_forward(layer, expert_parallel) for layer in range(hf.layers))
-        embeddings = (1 if hf.tied_embeddings else 2) * hf.vocab_size * hf.hidden
         routers = sum(hf.hidden * hf.experts.count for layer in range(hf.layers) if hf.experts and hf.has_experts(layer))
         norms = hf.layers * (2 * hf.hidden + (2 * hf.head_dim if hf.qk_norm else 0)) + hf.hidden
-        return (cut + embeddings) // parallel + routers + norms
+        return (cut + self._embeddings) // parallel + routers + norms
 
-    def flops(self, length: float, backward: bool = False, recompute: str = "none") -> float:
-        """FLOPs per token in a row of `length` tokens: of a forward pass or, with `backward`, also of the backward pass and Megatron's
-        recomputation (`recompute`: none, selective, full)."""
+    @property
+    def _embeddings(self) -> int:
+        return (1 if self.hf.tied_embeddings else 2) * self.hf.vocab_size * self.hf.hidden
+
+    def engine_weight_bytes(self, strategy: EngineStrategyConfig, number_bytes: int) -> int:
+        weights = self.parameters(strategy.tensor_parallel) * number_bytes
+        if strategy.quantization == "none":
+            return weights
+        return (weights + self._embeddings * number_bytes // strategy.tensor_parallel) // 2  # fp8: of the layers alone
+
+    def adapter_parameters(self, lora: LoraConfig, expert_parallel: int = 1) -> int:
+        hf = self.hf
+        outputs = {"q_proj": hf.heads * hf.head_dim, "o_proj": hf.heads * hf.head_dim}
+        outputs |= dict.fromkeys(("k_proj", "v_proj"), hf.key_value_heads * hf.head_dim)
+        attention = sum(hf.hidden + outputs[name] for name in lora.targets if name in outputs)
+        inner = sum(
+            hf.experts.count // expert_parallel * (hf.hidden + hf.experts.feed_forward)
+            if hf.experts and hf.has_experts(layer)
+            else hf.hidden + hf.feed_forward
+            for layer in range(hf.layers)
+        )
+        return lora.rank * (hf.layers * attention + sum(name not in outputs for name in lora.targets) * inner)
+
+    def rank_parameters(self, strategy: MegatronStrategyConfig, lora: LoraConfig | None = None) -> float:
+        """Mean parameters on a trainer rank; with `lora`, only its adapters'."""
+        experts = strategy.expert_parallel
+        held = self.parameters(1, experts) if lora is None else self.adapter_parameters(lora, experts)
+        return held / strategy.tensor_parallel / strategy.pipeline_parallel
+
+    def flops(self, length: float, passes: int = 1, recompute: str = "none") -> float:
+        """FLOPs per token in a row of `length` tokens: of a forward pass or, with training_passes, of training with
+        `recompute`."""
         hf = self.hf
         layers, head = hf.token_flops(length / 2), 2 * hf.vocab_size * hf.hidden
-        if not backward:
+        if passes == 1:
             return layers + head
         again = {"none": 0.0, "selective": 2.0 * sum(map(self._feed_forward, range(hf.layers))), "full": layers}[recompute]
-        return 3 * layers + 4 * head + again  # the logits are computed twice
+        return passes * layers + (passes + 1) * head + again  # the logits are computed twice
 
     def cache_bytes(self, bytes_per_number: int = 2) -> int:
         """Bytes of the KV cache per token, over all ranks."""

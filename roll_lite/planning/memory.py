@@ -21,7 +21,14 @@ from roll_lite.config.arithmetic import (
 )
 from roll_lite.config.device_phases import PHASES, WHOLE, Phase, kind
 from roll_lite.config.placement_picture import phases_of_step, works
-from roll_lite.config.schema.models import EngineStrategyConfig, ForwardRoleConfig, InferRoleConfig, JudgeServerConfig, RewardModelConfig
+from roll_lite.config.schema.models import (
+    EngineStrategyConfig,
+    ForwardRoleConfig,
+    InferRoleConfig,
+    JudgeServerConfig,
+    RewardModelConfig,
+    TrainRoleConfig,
+)
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import DataProto
@@ -80,8 +87,7 @@ def scorer_memory(role: RewardModelConfig | JudgeServerConfig, model: Architectu
 
 
 def _stage_memory(config: RunConfig, model: Architecture, name: str, role: ForwardRoleConfig, stage: int, on_gpu: bool) -> RankMemory:
-    """Estimate a pipeline stage's memory by tracing its code. More than three equal layers are extrapolated from traces of two and three,
-    since memory grows linearly with layers."""
+    """Trace a pipeline stage's memory. More than three equal layers are extrapolated from two and three: memory is linear in layers."""
     strategy, passes = role.strategy, [one for one in derive(config).passes if one.role == name]
     counts = layers_per_chunk(strategy, model.hf.layers)[stage :: strategy.pipeline_parallel]
     alike = model.hf.experts is None or all(model.hf.experts.layers)
@@ -131,9 +137,7 @@ def engine_memory(config: RunConfig, model: Architecture, device_bytes: float) -
 
 def _serving_memory(strategy: EngineStrategyConfig, model: Architecture, size: int, device_bytes: float) -> RankMemory:
     hf, parallel = model.hf, strategy.tensor_parallel
-    weights = model.parameters(parallel) * size
-    if strategy.quantization == "fp8":  # of the layers; embeddings and output layer stay as they are
-        weights = (weights + 2 * hf.vocab_size * hf.hidden * size // parallel) // 2
+    weights = model.engine_weight_bytes(strategy, size)
     forward = strategy.max_batched_tokens * (4 * hf.hidden + 3 * hf.feed_forward // parallel) * size
     forward += strategy.max_running_requests * hf.vocab_size * 4 + GRAPHS_BYTES
     share = strategy.gpu_memory_utilization * device_bytes
@@ -157,6 +161,11 @@ def send_buffer_bytes(config: RunConfig, model: Architecture) -> int:
         bucket, held = bucket_limit(bucket, owners, max(layers.values())), owners
     largest = max(sizes.values())
     return min(sum(sizes.values()), (BUCKETS_AHEAD + held) * bucket + (largest if largest > bucket else 0))
+
+
+def optimizer_bytes(role: TrainRoleConfig, size: int) -> int:
+    """Device memory per trained parameter of `size` bytes."""
+    return 8 * (not role.optimizer.on_host) + 4 * (size == 2)  # moments, and float32 weights
 
 
 def number_bytes(config: RunConfig) -> int:

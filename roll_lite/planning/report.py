@@ -36,11 +36,20 @@ from roll_lite.config.schema.models import (
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.strategy.megatron.traced import RankMemory
 from roll_lite.planning.architecture import Architecture, find, of_scorer
-from roll_lite.planning.memory import GIB, PhaseMemory, by_phase, cached_tokens, engine_memory, memory_of_roles
+from roll_lite.planning.memory import GIB, PhaseMemory, by_phase, cached_tokens, engine_memory, memory_of_roles, optimizer_bytes
 from roll_lite.planning.time import DEVICES, Device, StepTime, step_time, under_each_supply
 from roll_lite.simulator.report import table_of_runs
 
 LISTED, TRIED = 5, 80
+UNDIVIDED = {
+    "tensor_parallel": 1,
+    "sequence_parallel": False,
+    "pipeline_parallel": 1,
+    "virtual_pipeline_parallel": 1,
+    "pipeline_layers": None,
+    "context_parallel": 1,
+    "expert_parallel": 1,
+}  # before a layout is tried: the configuration's own may need more devices
 
 
 @dataclass(frozen=True)
@@ -139,11 +148,8 @@ def search(config: RunConfig, model: Architecture, device: Device, devices: int)
         for other, layout in product(placed, _layouts(model, trainers)):
             for name, role in roles(other).items():
                 if isinstance(role, ForwardRoleConfig):
-                    strategy = role.strategy.model_copy(update={**layout, "virtual_pipeline_parallel": 1})
-                    other = _changed(other, f"{name}.strategy", strategy)
-            copies = trainers // model_parallel_size(other.actor_train)
-            of_rank = model.parameters(1, layout["expert_parallel"]) / layout["tensor_parallel"] / layout["pipeline_parallel"]
-            if not copies or of_rank * (6 + 12 / copies) > device.memory_gib * GIB:
+                    other = _changed(other, f"{name}.strategy", role.strategy.model_copy(update=layout))
+            if _state_bytes(other, model, trainers) > device.memory_gib * GIB:
                 continue  # weights, gradients and optimizer alone are too large
             cached = cached_tokens(other, model, engine_memory(other, model, device.memory_gib * GIB))
             for budget in sorted({longest_sequence(config), config.actor_train.in_training[0], 2 * config.actor_train.in_training[0]}):
@@ -155,6 +161,13 @@ def search(config: RunConfig, model: Architecture, device: Device, devices: int)
         if len(found) < LISTED and seconds not in found and not (plan := planned(one, model, device)).problems:
             found[seconds] = plan  # of layouts that are equally fast, the one with the largest micro-batches
     return list(found.values())
+
+
+def _state_bytes(config: RunConfig, model: Architecture, trainers: int) -> float:
+    role, size = config.actor_train, 4 if config.model.dtype == "float32" else 2
+    ranks = trainers // model_parallel_size(role) * role.strategy.context_parallel
+    trained = model.rank_parameters(role.strategy, role.lora) * (4 + optimizer_bytes(role, size) / ranks)
+    return model.rank_parameters(role.strategy) * size + trained
 
 
 def _layouts(model: Architecture, trainers: int) -> Iterator[dict[str, Any]]:
@@ -173,13 +186,14 @@ def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
         own = list(range(trainers)) if isinstance(role, ForwardRoleConfig) else list(range(first, devices))
         config = _changed(config, f"{name}.devices", own)
         config = _changed(config, f"{name}.offload", first == 0) if hasattr(role, "offload") else config
+        if isinstance(role, ForwardRoleConfig):
+            config = _changed(config, f"{name}.strategy", role.strategy.model_copy(update=UNDIVIDED))
     supply = {"supply": "sync"} if first == 0 else {"supply": "async", "max_staleness": 1, "on_sync": "pause"}
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=supply)})
 
 
 def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Iterator[RunConfig]:
-    """Yield the configuration with two values of the engines' tensor_parallel (given, fastest). Skip values whose KV cache cannot hold
-    the longest sample."""
+    """Yield two values of the engines' tensor_parallel (given, fastest) whose KV cache can hold the longest sample."""
     seconds: dict[int, float] = {}
     given, engines = config.actor_infer.strategy.tensor_parallel, len(device_numbers(config.actor_infer.devices))
     for parallel in {1, 2, 4, 8, given}:
@@ -210,7 +224,10 @@ def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
     runs = under_each_supply(plan.time.scenario)
     advice = list(remedies(config, model, device, plan.phases)) if plan.problems else []
     if parsed.json:
-        supplies = {one.scenario.policy: {"step_s": one.step_s, "staleness": one.staleness} for one in runs}
+        supplies = {
+            one.scenario.policy: {"step_s": one.step_s, "staleness": one.staleness} if one.steps else {"error": one.early_end}
+            for one in runs
+        }
         times = {name: {"seconds": one.seconds, **asdict(one)} for name, one in plan.time.phases.items()}
         memory, phases = {name: asdict(one) for name, one in plan.memory.items()}, [asdict(one) for one in plan.phases]
         numbers = {"problems": plan.problems, "memory_bytes": memory, "phases": phases, "times": times, "cached_tokens": plan.cached_tokens}

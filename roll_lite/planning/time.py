@@ -9,12 +9,14 @@ from pathlib import Path
 
 from roll_lite.config.arithmetic import (
     actor_gives_log_probs,
+    adapters_of_engines,
     derive,
     device_numbers,
     engine_offload,
     held_out_sampling,
     model_parallel_size,
     roles,
+    training_passes,
     trains,
 )
 from roll_lite.config.device_phases import PHASES, kind
@@ -22,7 +24,7 @@ from roll_lite.config.placement_picture import phases_of_step, works
 from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, RewardModelConfig, TrainRoleConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.planning.architecture import Architecture, of_scorer
-from roll_lite.planning.memory import engine_memory, number_bytes, scorer_memory
+from roll_lite.planning.memory import engine_memory, number_bytes, optimizer_bytes, scorer_memory
 from roll_lite.simulator.engine import EngineLimits, EngineRates
 from roll_lite.simulator.scenario import Scenario, TrainerModel, scenario_of
 from roll_lite.simulator.simulation import SimulatedRun, simulate
@@ -115,7 +117,9 @@ def step_time(config: RunConfig, model: Architecture, device: Device, cached_tok
     trainer = TrainerModel()
     if trains(config):
         log_probs = 1 - sum(one.seconds for name, one in phases.items() if name.startswith("train")) / trainer_s
-        sent = model.parameters() * number_bytes(config) / config.actor_infer.strategy.tensor_parallel
+        lora = adapters_of_engines(config)
+        numbers = model.parameters() if lora is None else model.adapter_parameters(lora)
+        sent = numbers * number_bytes(config) / config.actor_infer.strategy.tensor_parallel
         phases["sync_weights"] = PhaseTime(0, sent, {"sending weights": sent / _speed(config, device, arithmetic.device_count)})
         trainer = TrainerModel(token_s=trainer_s / total, sync_s=phases["sync_weights"].seconds, log_probs=log_probs)
     if moved := _moved_bytes(config, model):
@@ -162,12 +166,11 @@ def _moved_bytes(config: RunConfig, model: Architecture) -> dict[str, float]:
         own = 0.0
         if isinstance(role, ForwardRoleConfig):
             strategy, size = role.strategy, 4 if config.model.dtype == "float32" else 2
-            of_rank = model.parameters(1, strategy.expert_parallel) / strategy.tensor_parallel / strategy.pipeline_parallel
-            own = loads * of_rank * size
-            if isinstance(role, TrainRoleConfig) and getattr(role, "lora", None) is None:
+            own = loads * model.rank_parameters(strategy) * size
+            if isinstance(role, TrainRoleConfig):
                 ranks = len(device_numbers(role.devices)) // model_parallel_size(role) * strategy.context_parallel
-                optimizer = 8 * (not role.optimizer.on_host) + 4 * (size == 2)  # moments, and float32 weights
-                own += of_rank * (size + 2 * optimizer / ranks)
+                trained = model.rank_parameters(strategy, getattr(role, "lora", None))
+                own += trained * (size + 2 * optimizer_bytes(role, size) / ranks)
         elif isinstance(role, InferRoleConfig):
             if engine_offload(config) == "with_copy":
                 own = 2 * engine_memory(config, model, 0).weights * role.replicas_per_device
@@ -188,7 +191,8 @@ def _passes(
     strategy, devices, hf, algorithm = role.strategy, len(device_numbers(role.devices)), model.hf, config.algorithm
     copies, epochs = devices // model_parallel_size(role), algorithm.ppo_epochs if backward else 1
     updates = epochs * algorithm.mini_batches if backward else 0
-    flops = epochs * tokens * model.flops(row, backward, strategy.recompute)
+    lora = getattr(role, "lora", None)
+    flops = epochs * tokens * model.flops(row, training_passes(lora) if backward else 1, strategy.recompute)
     compute = flops / (devices * device.tflops * 1e12 * (TRAINING if backward else FORWARD))
     budget = role.in_training[0] if isinstance(role, TrainRoleConfig) and backward else role.micro_batch_tokens
     micro_batches = max(1.0, epochs * tokens / copies / budget / max(updates, 1))
@@ -201,8 +205,7 @@ def _passes(
     own = epochs * tokens / copies / strategy.context_parallel
     activations = exchanges * own * 2 * hf.hidden * hf.layers / strategy.pipeline_parallel
     # Gradients are summed in float32, new weights are gathered in bfloat16.
-    of_rank = model.parameters(1, strategy.expert_parallel) / strategy.tensor_parallel / strategy.pipeline_parallel
-    gradients = updates * 6 * of_rank * (copies - 1) / copies
+    gradients = updates * 6 * model.rank_parameters(strategy, lora) * (copies - 1) / copies
     parts = {
         "matrix products": compute,
         "pipeline bubbles": compute * (strategy.pipeline_parallel - 1) / (micro_batches * strategy.virtual_pipeline_parallel),
@@ -216,7 +219,7 @@ def engine_rates(config: RunConfig, model: Architecture, device: Device) -> Engi
     """Estimate an engine replica's speed. A forward pass reads weights and cache, and computes one token per request."""
     strategy, copies, size = config.actor_infer.strategy, config.actor_infer.replicas_per_device, number_bytes(config)
     parallel = strategy.tensor_parallel
-    weights = model.parameters(parallel) * size / (2 if strategy.quantization == "fp8" else 1)
+    weights = model.engine_weight_bytes(strategy, size)
     bandwidth = device.memory_gb_s * 1e9 * READING / copies
     token_s = model.flops(0) * copies / (parallel * device.tflops * 1e12 * FORWARD)
     pass_s = weights / bandwidth + model.hf.layers * LAYER_S * min(parallel, 2)

@@ -33,7 +33,8 @@ TAKES_TURNS = (
 
 
 def answer(config: RunConfig, asked: argparse.Namespace) -> int:
-    """Simulate the configuration (and alternatives, if `compare`) and print the results. Exit code: 0, or 2 for an unusable argument."""
+    """Simulate the configuration (and alternatives, if `compare`) and print results. Exit code: 0, 1 without a step, 2 for unusable
+    arguments."""
     try:
         if asked.picture is not None:
             refuse_unwritable(asked.picture)
@@ -48,6 +49,9 @@ def answer(config: RunConfig, asked: argparse.Namespace) -> int:
         sys.stdout.write(f"measured in {asked.measured}:\n{text}\n")
     chosen = scenario_of(config)
     outcome = simulate(chosen, spans=asked.picture is not None)
+    if not outcome.steps:
+        sys.stderr.write(f"{outcome.early_end}\n")
+        return 1
     sys.stdout.write(f"{details(outcome)}\n\n")
     others = []
     for one in alternatives(chosen) if asked.compare else ():
@@ -62,7 +66,7 @@ def answer(config: RunConfig, asked: argparse.Namespace) -> int:
     sys.stdout.write(f"{table_of_runs([outcome, *others])}\n\n{NOTES}\n")
     if asked.compare and chosen.takes_turns:
         sys.stdout.write(f"\n{TAKES_TURNS}\n")
-    if others:
+    if others and not all(one.error for one in (outcome, *others)):
         sys.stdout.write(f"\n{advice([outcome, *others])}\n")
     if asked.picture is not None:
         draw_engines(asked.picture, [outcome], [f"{config.experiment}: {chosen.policy}, {engines(chosen)}"], asked.color)

@@ -33,12 +33,15 @@ def table_of_runs(outcomes: Sequence[SimulatedRun]) -> str:
             f"{outcome.staleness:.2f} / {outcome.staleness_max}",
         )
         for outcome in outcomes
+        if outcome.steps
     ]
-    return table(COLUMNS, rows, numbers=True)
+    ends = [f"{outcome.scenario.policy}, {engines(outcome.scenario)}: {outcome.early_end}" for outcome in outcomes if outcome.early_end]
+    return "\n\n".join([table(COLUMNS, rows, numbers=True), *(["\n".join(ends)] if ends else [])])
 
 
 def advice(outcomes: Sequence[SimulatedRun]) -> str:
     """Name the run with the fewest engines, then the least staleness, among runs about as fast as the fastest."""
+    outcomes = [outcome for outcome in outcomes if not outcome.error]
     best = min(outcome.step_s for outcome in outcomes)
     chosen = min(
         (outcome for outcome in outcomes if outcome.step_s <= best * ABOUT_AS_FAST),
@@ -82,6 +85,4 @@ def details(outcome: SimulatedRun) -> str:
         lines.append(f"samples whose log-probs were begun before their batch was complete: {outcome.early}")
     if outcome.behind_s:
         lines.append(f"seconds in which domains started nothing for later batches, their rewards being behind: {outcome.behind_s:,.0f}")
-    if outcome.exhausted:
-        lines.append(f"no domain has prompts left after {len(outcome.steps)} steps of {scenario.steps} (data.epochs, simulation.*.prompts)")
     return "\n".join(lines)

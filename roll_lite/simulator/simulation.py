@@ -12,10 +12,10 @@ from statistics import fmean
 from typing import Any
 
 from roll_lite.data.samples import Sample, SampleGroup, SampleOutcome
-from roll_lite.scheduler.domain import DataExhausted
+from roll_lite.scheduler.domain import DataExhausted, DomainFailed
 from roll_lite.scheduler.engines import leaving
 from roll_lite.scheduler.filters import filter_of
-from roll_lite.scheduler.router import Router
+from roll_lite.scheduler.router import NoEngineLeft, Router
 from roll_lite.scheduler.service import RolloutResult, RolloutService
 from roll_lite.scheduler.supply import least_early, pacing_of
 from roll_lite.simulator.clock import run_virtual
@@ -69,6 +69,12 @@ class SimulatedRun:
     """Seconds, summed over domains, that later batches' prompts were held back: a batch or more of samples awaited scores."""
     early: int = 0
     exhausted: bool = False
+    error: str = ""
+
+    @property
+    def early_end(self) -> str:
+        why = self.error or ("no domain has prompts left (data.epochs, simulation.*.prompts)" if self.exhausted else "")
+        return why and f"ends after {len(self.steps)} steps of {self.scenario.steps}: {why}"
 
     @property
     def steady(self) -> list[Step]:
@@ -179,6 +185,8 @@ class _Simulation:
                 await self.step()
         except DataExhausted:
             self.outcome.exhausted = True
+        except (DomainFailed, NoEngineLeft, ValueError) as error:  # ValueError: of a user's filter
+            self.outcome.error = str(error)
         finally:
             await self.close()
         return self.outcome

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from roll_lite.algorithms.token_metrics import SampleSums
+from roll_lite.config.arithmetic import training_passes
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.config.schema.models import ActorRoleConfig, CriticRoleConfig, ForwardRoleConfig, ModelConfig, TrainRoleConfig
 from roll_lite.data.keys import Columns
@@ -235,7 +236,7 @@ class ModelWorker(Worker):
         assert isinstance(self.spec.config, TrainRoleConfig)
         batch = share.shard.materialize()
         was_skipped = False
-        passes = 3 if self.spec.model_spec.lora is None else 2  # gradients of frozen weights are not computed
+        passes = training_passes(self.spec.model_spec.lora)
         place = {int(sample): row for row, sample in enumerate(batch.tensor("sample").tolist())}
         with self.phases.of("train") as work:
             self.strategy.set_schedule(share.first_update)

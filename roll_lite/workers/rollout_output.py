@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -164,11 +165,12 @@ def write_samples(
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    """Return a JSON line. Lone surrogates, which programs may print, are escaped: UTF-8 cannot encode them."""
+    """Return a JSON line. Lone surrogates, which programs may print, become texts (`\\ud800`): UTF-8 cannot encode them."""
     try:
         return to_json(record, inf_nan_mode="constants", fallback=str) + b"\n"
     except PydanticSerializationError:
-        return json.dumps(record, ensure_ascii=False, default=str).encode(errors="backslashreplace") + b"\n"
+        text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str)
+        return re.sub("[\ud800-\udfff]", lambda half: f"\\\\u{ord(half[0]):04x}", text).encode() + b"\n"
 
 
 def sample_record(sample: Sample, baseline: bool, clock_offset: float) -> dict[str, Any]:

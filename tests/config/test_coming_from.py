@@ -309,6 +309,24 @@ def test_a_value_without_counterpart_is_told(setting: str, told: str) -> None:
     assert told in problem and setting.partition("=")[0] in problem
 
 
+@pytest.mark.parametrize(
+    ("project", "text", "reward", "told"),
+    [
+        ("roll", "{}: group\n{}: group", {"over": "group"}, []),
+        ("roll", "norm_mean_type: batch\nnorm_std_type: null", {"over": "batch", "std": False}, []),
+        ("roll", "{}: group\n{}: batch", None, ["norm_mean_type", "norm_std_type"]),
+        ("roll", "{1}: batch\n{0}: group", None, ["norm_mean_type", "norm_std_type"]),
+        ("openrlhf", "--reward_clip_range -5 5", 5, []),
+        ("openrlhf", "--reward_clip_range -1 10", None, ["reward_clip_range"]),
+    ],
+)
+def test_settings_that_meet_in_one_key(project: str, text: str, reward: object, told: list[str]) -> None:
+    done = Conversion(project, text.format("norm_mean_type", "norm_std_type"), "run.sh" if project == "openrlhf" else "rlvr.yaml")
+    section = done.config.get("algorithm", {}).get("reward", {})
+    assert section.get("normalize", section.get("clip")) == reward
+    assert sorted(one.path for one in done.told if one.path in (*told, "norm_mean_type", "norm_std_type", "reward_clip_range")) == told
+
+
 def test_the_overlong_punishment_of_dapo() -> None:
     buffer = "custom_reward_function.overlong_buffer"
     settings = f"{buffer}.enable=True {buffer}.len=4096 {buffer}.penalty_factor=0.5 algorithm.filter_groups.enable=True"

@@ -17,7 +17,7 @@ import pytest
 from roll_lite.cli import main
 from roll_lite.doctor import command
 from roll_lite.doctor.command import run_tiny
-from roll_lite.doctor.machine import Diagnosis
+from roll_lite.doctor.packages import Diagnosis
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def doctor(folder: Path, *options: str, files: int | None = None) -> subprocess.CompletedProcess[str]:
+def doctor(folder: Path, *options: str, files: int | None = None, first_on_path: Path | str = "") -> subprocess.CompletedProcess[str]:
     limit = None if files is None else (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)))
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.run(
@@ -36,7 +36,7 @@ def doctor(folder: Path, *options: str, files: int | None = None) -> subprocess.
         preexec_fn=limit,
         capture_output=True,
         text=True,
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)},
+        env=environment | {"PYTHONPATH": os.pathsep.join([str(first_on_path), *sys.path]), "TMPDIR": str(folder)},
         check=False,
     )
 
@@ -66,6 +66,14 @@ def test_a_line_for_each_check_and_a_remedy_below(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(command, "_examine", lambda _: iter(found[:2]))
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[1] == {"check": "b", "value": "2", "remedy": "change it", "status": "warning", "node": ""}
+
+
+@pytest.mark.parametrize("name", ["torch", "ray"])
+def test_a_package_that_cannot_be_imported_is_a_fault(name: str, folder: Path) -> None:
+    (folder / f"{name}.py").write_text("raise ImportError('libcudart.so: cannot open shared object file')")
+    done = doctor(folder, first_on_path=folder)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "fault    imports          libcudart.so: cannot open shared object file" in done.stdout
 
 
 @pytest.mark.parametrize("options", [["--nodes"], ["--nodes", "--json"]])

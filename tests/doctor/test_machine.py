@@ -16,9 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from roll_lite.distributed.strategy.inference.settings import check_version
-from roll_lite.doctor import machine
+from roll_lite.doctor import machine, packages
 from roll_lite.doctor.machine import (
-    Diagnosis,
     alone,
     check_clock,
     check_engines,
@@ -30,6 +29,7 @@ from roll_lite.doctor.machine import (
     judge_gpus,
     links_of,
 )
+from roll_lite.doctor.packages import Diagnosis
 
 GIB = 1 << 30
 SPACE = "import json, pathlib, sys; from roll_lite.doctor.machine import check_space; {}"
@@ -76,7 +76,7 @@ def test_this_environment_has_the_right_versions() -> None:
 def test_a_wrong_version_and_a_missing_package_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_package(tmp_path, "torch", "2.9.0", monkeypatch)
     needed = ["torch>=2.11,<2.15", "not-there>=1", "also-not-there; extra == 'other'"]
-    monkeypatch.setattr(machine.metadata, "requires", lambda _: needed)
+    monkeypatch.setattr(packages.metadata, "requires", lambda _: needed)
     wrong, missing, _ = check_versions()
     assert (wrong.check, wrong.status, wrong.value) == ("torch", "fault", "2.9.0, supported is <2.15,>=2.11")
     assert wrong.remedy.endswith("pip install 'torch<2.15,>=2.11'")

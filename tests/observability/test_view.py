@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from aiohttp.test_utils import TestClient, TestServer
 from support_view import ATTACK, make_run, sample, write_step
 
 from roll_lite.cli import main
+from roll_lite.files import write_whole
+from roll_lite.observability.view import report
 from roll_lite.observability.view.index import SampleIndex
-from roll_lite.observability.view.report import content, write_report
+from roll_lite.observability.view.report import _every, content, write_report
 from roll_lite.observability.view.runs import Run, find_runs
 from roll_lite.observability.view.server import application
 
@@ -105,6 +109,15 @@ async def test_held_out_samples_are_found_by_their_part(tmp_path: Path) -> None:
     index.close()
 
 
+def test_a_line_that_cannot_be_read_is_left_out(runs: Path) -> None:
+    [file, *_] = (runs / NAME / "samples").glob("step_*.jsonl")
+    file.write_text(file.read_text() + file.read_text().splitlines()[0].replace("{", '{"details": "\\ud800", ', 1) + "\n")
+    index = SampleIndex(runs / NAME)
+    index.refresh()
+    assert sorted((one["value"], one["count"]) for one in index.counts({}, "domain")) == [("add", 14), ("make", 12)]
+    index.close()
+
+
 async def test_pages_follow_one_another_in_the_chosen_order(client: TestClient[Any, Any]) -> None:
     whole = await answer(client, "samples", run=NAME, sort="response_tokens")
     parts = [
@@ -145,6 +158,26 @@ async def test_a_timeline_has_phases_samples_and_engines(client: TestClient[Any,
         *((name, "", None) for name in ("step", "generate", "train")),
         *((f"actor_train[{rank}] train", "actor_train", rank) for rank in range(2)),
     ]
+
+
+async def test_many_long_names_fit_in_a_question(client: TestClient[Any, Any]) -> None:
+    names = [f"domain/domain_number_{number:03}/reward/mean" for number in range(500)]
+    assert (await answer(client, "series", run=NAME, name=[*names, "reward/mean"]))["values"].keys() == {"reward/mean"}
+
+
+async def test_a_place_without_runs_leaves_the_others_in_the_list(runs: Path) -> None:
+    async with TestClient(TestServer(application([runs / NAME, runs / "small/second"]))) as one:
+        (runs / "small/second").rename(runs / "moved")
+        first, second = await answer(one, "runs")
+    assert first["steps"] == [1, 2, 3, 4] and "unreadable: " in second["summary"]["exit"]
+
+
+async def test_a_run_that_continues_with_other_settings_shows_them(client: TestClient[Any, Any], runs: Path) -> None:
+    file = runs / NAME / "config.yaml"
+    await asyncio.to_thread(file.write_text, yaml.safe_dump({"steps": 9, "seed": 8, "domains": {"new": {}}}))
+    assert (await answer(client, "config", run=NAME))["seed"] == 8
+    first, _ = await answer(client, "runs")
+    assert (first["steps_planned"], first["domains"]) == (9, ["new"])
 
 
 async def test_settings_come_without_secrets(client: TestClient[Any, Any]) -> None:
@@ -243,6 +276,20 @@ async def test_a_run_that_cannot_be_read_leaves_the_others_in_the_list(runs: Pat
     assert third["steps"] == [1, 2, 3, 4]
 
 
+def indexed(runs: Path) -> list[Path]:
+    return [file.parent for file in runs.rglob("view.duckdb")]
+
+
+async def test_a_run_is_indexed_when_its_samples_are_asked_for(runs: Path) -> None:
+    async with TestClient(TestServer(application([runs]))) as one:
+        first, second = await answer(one, "runs")
+        assert indexed(runs) == [] and "changes" not in first
+        assert await counted(one, NAME) == 26, "the first answer has all samples of a small run"
+        first, second = await answer(one, "runs")
+        assert first["changes"] == 1 and "changes" not in second
+    assert indexed(runs) == [runs / NAME]
+
+
 def test_the_index_is_kept_and_follows_changed_files(runs: Path) -> None:
     folder = runs / NAME
     index = SampleIndex(folder)
@@ -321,4 +368,30 @@ def test_long_texts_are_cut_and_many_steps_thinned(tmp_path: Path) -> None:
     assert time.process_time() - started < 4, "usually well under a second"
     assert len(text) < 8_000_000 and "96,000 more characters" in text
     found = content(Run("x", folder))
-    assert 290 < len(found["series"]["steps"]) < 610 and found["series"]["steps"][-1] == 1500
+    assert 150 < len(found["series"]["steps"]) <= 300 and found["series"]["steps"][-1] == 1500
+    assert 150 < len(found["phases"]) <= 300
+
+
+@pytest.mark.parametrize("count", [1, 299, 300, 301, 599, 600, 601, 12_345])
+def test_curves_have_up_to_300_points_with_the_last(count: int) -> None:
+    every = _every(count)
+    shown = {*range(0, count, every), count - 1}
+    assert min(count, 151) <= len(shown) <= 300
+
+
+def test_a_report_that_cannot_be_written_leaves_the_others(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(runs / "small/third")
+    (runs / NAME / "config.yaml").write_text("steps: [")
+
+    def full(path: Path, text: str) -> None:
+        if path.parent.name == "second":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_whole(path, text)
+
+    monkeypatch.setattr(report, "write_whole", full)
+    assert main(["report", str(runs)]) == 2
+    output, said = capsys.readouterr()
+    assert output == f"{runs / 'small/third/report.html'}\n"
+    assert f"{runs / NAME}: no report: while parsing" in said and "second: no report: [Errno 28] No space left on device" in said

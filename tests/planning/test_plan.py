@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from roll_lite.cli import _parser, main
+from roll_lite.config.arithmetic import model_parallel_size
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
 from roll_lite.config.schema.run import RunConfig
@@ -20,9 +22,11 @@ from roll_lite.distributed.strategy.base import ModelSpec
 from roll_lite.distributed.strategy.megatron.traced import RankMemory, trace
 from roll_lite.files import CONFIGS
 from roll_lite.hub import located
+from roll_lite.models.adapter_files import adapter_shapes
+from roll_lite.models.model_files import weight_shapes
 from roll_lite.planning.architecture import TABLE, Architecture, find, of_config
 from roll_lite.planning.memory import GIB, by_phase, cached_tokens, engine_memory, memory_of_roles, rows, send_buffer_bytes
-from roll_lite.planning.report import _changed, _layouts, _placed, _problems, _with_engines, layout_problem
+from roll_lite.planning.report import _changed, _layouts, _placed, _problems, _state_bytes, _with_engines, layout_problem
 from roll_lite.planning.time import DEVICES, engine_rates, step_time
 from roll_lite.workers.objectives import ActorLoss
 
@@ -121,7 +125,7 @@ def test_operations_of_a_token() -> None:
     assert model.flops(0) == pytest.approx(2 * matrices, rel=1e-4)
     # scores and values of half the row on average: 2 x 2 x 3584 x 4096 / 2 a layer
     assert model.flops(4096) - model.flops(0) == 28 * 2 * 3584 * 4096
-    again = model.flops(0, backward=True, recompute="full") - model.flops(0, backward=True)
+    again = model.flops(0, 3, recompute="full") - model.flops(0, 3)
     assert again == pytest.approx(2 * (matrices - 152_064 * 3584), rel=1e-4)
 
 
@@ -240,6 +244,18 @@ def test_rates_of_a_7b_on_an_h100() -> None:
     assert rates.cached_token_s == pytest.approx(57_344 / (0.65 * 3.35e12))
 
 
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("Qwen/Qwen3-4B", 151_936 * 2560), ("Qwen/Qwen2.5-7B", 2 * 152_064 * 3584)],
+    ids=["one matrix for both", "embeddings and output layer"],
+)
+def test_fp8_halves_the_layers(name: str, kept: int) -> None:
+    run, model, h100 = config("qwen2.5_7b_grpo", "actor_infer.strategy.quantization=fp8"), public(name), DEVICES["H100"]
+    weights = PARAMETERS[name] + kept  # one byte each of the layers, two of what is kept
+    assert engine_memory(run, model, 80 * GIB).weights == weights
+    assert engine_rates(run, model, h100).pass_s == pytest.approx(weights / (0.65 * 3.35e12) + model.hf.layers * 12e-6)
+
+
 def test_phases_of_a_step() -> None:
     time = step_time(config(), public("Qwen/Qwen2.5-7B"), DEVICES["H100"], 800_000)
     assert list(time.phases) == ["log_probs actor_train", "train actor_train", "sync_weights", "load and offload", "generate"]
@@ -249,6 +265,38 @@ def test_phases_of_a_step() -> None:
     assert time.estimate_s == pytest.approx(others + 3072 * time.scenario.rates.pass_s), "the longest response comes last"
     assert train.bottleneck == "matrix products" and 0 < time.engine_share < 1
     assert time.scenario.trainer.log_probs == pytest.approx(passes / (train.seconds + passes))
+
+
+LORA = "actor_train.lora={rank: 16, engines: adapter}"
+
+
+def test_a_step_trains_and_sends_adapters_alone() -> None:
+    """Adapters of rank 16 on all layers: 40,370,176 parameters, as PEFT counts them."""
+    model, (merged, alone) = public("Qwen/Qwen2.5-7B"), (config("qwen2.5_7b_grpo", one) for one in ("actor_train.lora={rank: 16}", LORA))
+    count = 40_370_176
+    times = [step_time(one, model, DEVICES["H100"], 800_000).phases for one in (config(), merged, alone)]
+    assert [one["sync_weights"].moved_bytes for one in times] == [2 * 7_615_616_512, 2 * 7_615_616_512, 2 * count]
+    whole, lora = times[0]["train actor_train"], times[2]["train actor_train"]
+    sums = [one.parts["exchange of gradients"] for one in (whole, lora)]
+    assert sums[1] == pytest.approx(sums[0] * count / 7_615_616_512)
+    # without recomputation three and two passes through layers, and the logits once more
+    assert model.flops(0, 3) - model.flops(0, 2) == model.flops(0) and lora.flops < 0.7 * whole.flops
+    moe = public("Qwen/Qwen3-30B-A3B")
+    for found, experts in ((model, 1), (moe, 1), (moe, 8)):
+        shapes = adapter_shapes(weight_shapes(found.hf), alone.actor_train.lora.targets, 16)
+        sizes = {name: prod(shape) // (experts if ".experts." in name else 1) for name, shape in shapes.items()}
+        assert found.adapter_parameters(alone.actor_train.lora, experts) == sum(sizes.values())
+
+
+@pytest.mark.parametrize("settings", [[LORA], ["actor_train.optimizer.on_host=true"]])
+def test_a_search_counts_the_state_that_a_device_has(settings: list[str]) -> None:
+    run, model = (
+        config("qwen2.5_7b_grpo", "actor_train.strategy={tensor_parallel: 1, sequence_parallel: false}", *settings),
+        public("Qwen/Qwen2.5-7B"),
+    )
+    weights, trained = 2 * 7_615_616_512, 40_370_176 if run.actor_train.lora else 7_615_616_512
+    # float32 gradients, and a float32 copy and two moments, which four ranks share; moments may be on the host
+    assert _state_bytes(run, model, 4) == weights + trained * (4 + (12 if run.actor_train.lora else 4) / 4)
 
 
 def test_what_offloaded_roles_move_is_part_of_the_step() -> None:
@@ -355,6 +403,10 @@ def test_a_search_offers_layouts_of_experts_and_of_engines() -> None:
     assert {one["expert_parallel"] for one in _layouts(dense, 16)} == {1} and all(one["tensor_parallel"] <= 2 for one in _layouts(dense, 2))
     placed = _placed(config("qwen3_30b_a3b_grpo"), 8, 16)
     assert placed.actor_infer.devices == list(range(8, 16)) and placed.rollout.supply == "async"
+    own = ["actor_train.strategy.pipeline_parallel=2", "actor_train.strategy.pipeline_layers=[13,15]"]
+    one = _placed(config("qwen2.5_7b_grpo", *own), 1, 2)
+    assert model_parallel_size(one.actor_train) == 1 and one.actor_train.strategy.pipeline_layers is None, "its own layout needs 4 devices"
+    assert len(list(_with_engines(one, dense, DEVICES["H100"]))) == 1
     # 61 GB of weights: in 24 GiB a half has no room, a quarter has, and an eighth is faster
     parallel = {
         gib: [one.actor_infer.strategy.tensor_parallel for one in _with_engines(placed, moe, replace(DEVICES["H100"], memory_gib=gib))]

@@ -11,9 +11,9 @@ from roll_lite.cli import main
 from roll_lite.config.loading import load_config
 from roll_lite.files import CONFIGS
 from roll_lite.simulator.command import ALTERNATIVES, alternatives
-from roll_lite.simulator.report import advice
-from roll_lite.simulator.scenario import scenario_of
-from roll_lite.simulator.simulation import SimulatedRun, Step
+from roll_lite.simulator.report import advice, table_of_runs
+from roll_lite.simulator.scenario import Failures, scenario_of
+from roll_lite.simulator.simulation import SimulatedRun, Step, simulate
 
 RUN = Path(__file__).parent / "tiny_grpo_run"
 SHORT = ["simulation.steps=3", "rollout.prompts_per_step=6"]
@@ -58,7 +58,18 @@ def test_a_domains_minimum_and_its_epochs_are_those_of_the_configuration(capsys:
     assert main(["simulate", "--config-name", "tiny_grpo", *SHORT, *few, "domains.add.min_prompts=2"]) == 0
     printed = capsys.readouterr().out
     assert "33.3% wanted and 2 in each batch at least" in printed
-    assert "no domain has prompts left after 2 steps of 3" in printed
+    assert "ends after 2 steps of 3: no domain has prompts left (data.epochs, simulation.*.prompts)" in printed
+
+
+def test_a_run_that_cannot_go_on_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["rollout.filter=std", "rollout.filter.tries=2", "simulation.responses={all_right: 0.1, all_wrong: 0.9}", "~simulation.domains"]
+    assert main(["simulate", "--config-name", "tiny_grpo", *SHORT, *wrong]) == 1
+    output, said = capsys.readouterr()
+    assert output == "" and said.startswith("ends after 0 steps of 3: domain ") and "rollout.filter.tries allows more" in said
+    two = replace(scenario_of(load_config("tiny_grpo", CONFIGS, ["simulation.steps=30"])), failures=Failures(((3.0, 0),), start_s=None))
+    outcomes = [simulate(two), simulate(replace(two, failures=Failures()))]
+    assert 0 < len(outcomes[0].steps) < 30 and "no engine is left to generate" in table_of_runs(outcomes)
+    assert advice(outcomes).endswith(f"{outcomes[1].step_s:.2f} s")
 
 
 def test_offloading_and_early_passes_are_those_of_the_configuration() -> None:

@@ -26,6 +26,8 @@ from roll_lite.data.samples import (
     Transcript,
     VersionSpan,
 )
+from roll_lite.observability.view.index import SampleIndex
+from roll_lite.observability.view.runs import Run
 from roll_lite.workers.rollout_output import held_out_rows, reported_columns, rows_of, tokens_of, write_samples
 
 
@@ -177,13 +179,18 @@ def test_every_sample_is_one_line_failed_ones_too(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["step_000012.jsonl"]
 
 
-def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
-    """A program's own error text may hold one: what a model writes must not end the run."""
+def test_half_a_surrogate_pair_is_written_as_text(tmp_path: Path) -> None:
+    """A program's own error text may hold one: what a model writes must not end the run, nor hide the sample from the viewer."""
     prompt = Prompt("toy", 4, "2 + 2 =", (1,))
     score = Score(0.0, False, {"error": "ValueError: \ud800"})
     sample = Sample(SampleId("toy", 4, 0, 9, 0), prompt, Transcript(), SampleOutcome.ACCEPTED, score)
-    write_samples(tmp_path / "step.jsonl", [SampleGroup(9, "toy", (sample,))], 1)
-    assert json.loads((tmp_path / "step.jsonl").read_text(encoding="utf-8"))["details"]["error"] == "ValueError: \ud800"
+    write_samples(tmp_path / "samples/step_000001.jsonl", [SampleGroup(9, "toy", (sample,))], 1)
+    [shown] = Run("run", tmp_path).group("step", 1, 9)
+    assert shown["details"]["error"] == "ValueError: \\ud800" and shown["response"] == ""
+    index = SampleIndex(tmp_path)
+    index.refresh()
+    assert index.counts({}, "domain") == [{"value": "toy", "count": 1, "score": 0.0, "correct": 0.0}]
+    index.close()
 
 
 def test_held_out_rows_say_which_answers_are_equal_and_what_they_are_reported_by() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import duckdb
 
 INDEX_FILE = "view.duckdb"
-OFFLINE = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
+SETTINGS = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false", "threads": "2"}
 BATCH_BYTES = 64 << 20
 """Bytes of sample files that are indexed in one transaction."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
@@ -33,7 +33,8 @@ READ = """
         step: 'BIGINT', domain: 'VARCHAR', "group": 'BIGINT', "index": 'BIGINT', prompt_uid: 'BIGINT', score: 'DOUBLE', correct: 'BOOLEAN',
         outcome: 'VARCHAR', failure: 'VARCHAR', finish_reason: 'VARCHAR', response_tokens: 'BIGINT', prompt: 'VARCHAR',
         response: 'VARCHAR', asked_at: 'DOUBLE', generated_at: 'DOUBLE', scored_at: 'DOUBLE', episode: 'JSON', parts: 'VARCHAR[]'})
-    LEFT JOIN credits USING (step, "group", "index")"""
+    LEFT JOIN credits USING (step, "group", "index")
+    WHERE domain IS NOT NULL"""  # all columns are null for a line that DuckDB cannot read
 CREDITS = """
     CREATE OR REPLACE TEMP TABLE credits AS SELECT step, "group", "index", any_value(reward) AS reward, any_value(advantage) AS advantage
     FROM read_json(?, format = 'newline_delimited', ignore_errors = true, columns = {
@@ -64,9 +65,9 @@ class SampleIndex:
         self._run = run
         self._lock = threading.Lock()
         try:
-            self._db = duckdb.connect(str(run / INDEX_FILE), config=OFFLINE)
+            self._db = duckdb.connect(str(run / INDEX_FILE), config=SETTINGS)
         except duckdb.Error:  # a folder that is read only, another viewer, another version's file
-            self._db = duckdb.connect(config=OFFLINE)
+            self._db = duckdb.connect(config=SETTINGS)
         self._db.execute(SCHEMA)
         self.changes = 0
         self._closed = False

@@ -6,9 +6,11 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic_core import to_json
 
 from roll_lite.files import write_whole
@@ -28,13 +30,21 @@ img-src data: blob:">"""
 
 
 def write_reports(places: Sequence[Path]) -> int:
+    code = 0
     try:
-        for folder in find_runs(places).values():
-            sys.stdout.write(f"{write_report(folder)}\n")
-    except (ValueError, PermissionError) as error:
+        folders = find_runs(places).values()
+    except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    return 0
+    for folder in folders:
+        try:
+            path = write_report(folder)
+        except (ValueError, OSError, yaml.YAMLError) as error:  # the other runs get theirs
+            sys.stderr.write(f"{folder}: no report: {error}\n")
+            code = 2
+        else:
+            sys.stdout.write(f"{path}\n")
+    return code
 
 
 def write_report(folder: Path) -> Path:
@@ -61,14 +71,18 @@ def content(run: Run) -> dict[str, Any]:
     return {
         "runs": [status],
         "metrics": METRICS,
-        "series": run.series(status["metrics"], every=max(1, len(run.records()) // POINTS)),
+        "series": run.series(status["metrics"], every=_every(len(run.records()))),
         "config": run.config(),
         "samples": samples,
         "tokens": {f"{step} {group}": run.tokens(step, group) for step, group in newest.values()},
-        "phases": {step: run.phases(step) for step in sorted({*steps[:: max(1, len(steps) // POINTS)], *with_samples})},
+        "phases": {step: run.phases(step) for step in sorted({*steps[:: _every(len(steps))], *with_samples})},
         "lanes": {step: run.lanes(step) for step in with_samples},
         "processes": run.processes(),
     }
+
+
+def _every(count: int) -> int:
+    return max(1, ceil((count - 1) / (POINTS - 1)))  # the last is kept besides each n-th
 
 
 def _spread(folder: Path, kind: str, most: int) -> list[Path]:

@@ -20,17 +20,19 @@ from roll_lite.observability.trackers import METRICS_FILE, shown_settings
 from roll_lite.observability.view.index import SampleIndex
 
 PAGE = Path(__file__).with_name("page")
+FIRST_S = 1.0
 PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
 """Columns of batches and dumps with a number for each token but the first."""
 
 
-def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """Return {name: folder} of the runs at `places` (runs' folders, or folders that hold runs). ValueError for a place without runs."""
+def find_runs(places: Sequence[Path], in_each: bool = True) -> dict[str, Path]:
+    """Return {name: folder} of the runs at `places` (runs' folders, or folders that hold runs). `in_each`: ValueError for a place
+    without."""
     found: dict[str, Path] = {}
     for place in places:
         files = [file for level in (".", "*", "*/*") for file in place.glob(f"{level}/{CONFIG_FILE}")]
         folders = {file.parent.resolve() for file in files if any((file.parent / one).is_file() for one in (METRICS_FILE, SUMMARY_FILE))}
-        if not folders:
+        if in_each and not folders:
             raise ValueError(f"{place}: no run here; name a run's folder, such as runs/latest, or one that holds runs, such as runs")
         for folder in sorted(folders, key=lambda folder: folder.name):
             name = f"{folder.parent.name}/{folder.name}"
@@ -46,6 +48,10 @@ class Run:
         self._records: dict[int, dict[str, float]] = {}
         self._read = 0
         self._last_line = b""
+        self._settings: dict[str, Any] = {}
+        self._config_of: tuple[int, int] | None = None
+        self._opening = threading.Lock()
+        self.opened: SampleIndex | None = None
 
     def status(self) -> dict[str, Any]:
         records, config = self.records(), self._config
@@ -87,10 +93,14 @@ class Run:
     def config(self) -> dict[str, Any]:
         return shown_settings(self._config, os.environ)
 
-    @cached_property
+    @property
     def _config(self) -> dict[str, Any]:
-        text = (self.folder / CONFIG_FILE).read_text(encoding="utf-8")
-        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+        state = (self.folder / CONFIG_FILE).stat()
+        if self._config_of != (state.st_mtime_ns, state.st_size):  # a run that continues may have other settings
+            text = (self.folder / CONFIG_FILE).read_text(encoding="utf-8")
+            self._settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+            self._config_of = state.st_mtime_ns, state.st_size
+        return self._settings
 
     def group(self, kind: str, step: int, group: int) -> list[dict[str, Any]]:
         name = f"{'validation' if kind == 'validation' else 'step'}_{step:06d}.jsonl"
@@ -151,9 +161,19 @@ class Run:
         engines = {group: [one[0] if isinstance(one, list) else one for one in firsts] for group, firsts in of_samples.items()}
         return {"work": work, "engines": engines}
 
-    @cached_property
+    @property
     def index(self) -> SampleIndex:
-        return SampleIndex(self.folder)
+        with self._opening:
+            if self.opened is None:
+                self.opened = SampleIndex(self.folder)
+                self.update_index().join(FIRST_S)  # small runs are indexed before the first answer
+            return self.opened
+
+    def update_index(self) -> threading.Thread:
+        assert self.opened is not None
+        thread = threading.Thread(target=self.opened.refresh, daemon=True)
+        thread.start()
+        return thread
 
 
 def lines_of(file: Path, mark: str = "") -> Iterator[dict[str, Any]]:

@@ -23,6 +23,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+MOST_QUESTION_BYTES = 1 << 20  # the page asks for the curves of all domains at once
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 Given = dict[str, list[str]]
@@ -52,22 +53,25 @@ class Viewer:
         self._places = places
         self._runs: dict[str, Run] = {}
         self._lock = threading.Lock()
+        find_runs(places)  # later a place may be empty
         self.runs()
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return the states of all runs, and start updating their indexes in the background."""
+        """Return the states of all runs, and start updating opened indexes in the background."""
         with self._lock:
-            for name, folder in find_runs(self._places).items():
+            for name, folder in find_runs(self._places, in_each=False).items():
                 if name not in self._runs:
                     self._runs[name] = Run(name, folder)
-                threading.Thread(target=self._runs[name].index.refresh, daemon=True).start()
             states: list[dict[str, Any]] = []
             for run in self._runs.values():
                 try:
                     state = run.status()
                 except (ValueError, OSError, yaml.YAMLError) as error:  # the other runs are shown
                     state = {"name": run.name, "summary": {"exit": f"unreadable: {error}"}, "domains": [], "steps": [], "metrics": []}
-                states.append({**state, "waiting": run.index.waiting, "changes": run.index.changes})
+                if (index := run.opened) is not None:
+                    run.update_index()
+                    state |= {"waiting": index.waiting, "changes": index.changes}
+                states.append(state)
             return states
 
     def answer(self, what: str, given: Given) -> Any:
@@ -76,8 +80,8 @@ class Viewer:
         return ANSWERS[what](self._runs[given["run"][0]], given)
 
     async def close(self, _: web.Application) -> None:
-        for run in self._runs.values():
-            await asyncio.to_thread(run.index.close)
+        for index in [run.opened for run in self._runs.values() if run.opened is not None]:
+            await asyncio.to_thread(index.close)
 
     async def api(self, request: web.Request) -> web.StreamResponse:
         given = {name: request.query.getall(name) for name in request.query}
@@ -106,7 +110,7 @@ def application(places: Sequence[Path], host: str = LOCAL[0]) -> web.Application
     async def page(request: web.Request) -> web.StreamResponse:
         return web.FileResponse(PAGE / "view.html")
 
-    viewer, app = Viewer(places), web.Application(middlewares=[guard])
+    viewer, app = Viewer(places), web.Application(middlewares=[guard], handler_args={"max_line_size": MOST_QUESTION_BYTES})
     app.on_cleanup.append(viewer.close)
     app.router.add_get("/", page)
     app.router.add_get("/api/{what}", viewer.api)
