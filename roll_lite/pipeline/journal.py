@@ -233,8 +233,9 @@ class Journal:
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
-        self.ledger.write("restart", role=failure.role, rank=failure.rank, cause=cause, step=reached, since=since)
-        cut_after(self.folder, reached, (UPDATES_FILE, SPANS_FILE), folders=False)
+        recorded = max(reached, self._steps)  # above `reached` until a service restarts in the state of an earlier step
+        self.ledger.write("restart", role=failure.role, rank=failure.rank, cause=cause, step=recorded, since=since)
+        cut_after(self.folder, recorded, (UPDATES_FILE, SPANS_FILE), folders=False)
         place = f"{'the copy in memory of ' * in_memory}step {since}" if since else "the start"
         again = f", and repeats {repeats} {since + 1} to {reached}" if reached > since else ""
         self.console.message(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -533,19 +534,23 @@ def test_nothing_is_recorded_of_a_repeated_update() -> None:
     assert silent.ledger.masked(1, rows=2) is None and silent.credit([]) is None
 
 
-def test_the_journal_voids_the_update_lines_of_the_step_in_progress(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recorded", [2, 4], ids=["", "on the way back to step 2"])
+def test_the_journal_voids_the_update_lines_of_the_step_in_progress(tmp_path: Path, recorded: int) -> None:
     from roll_lite.config.loading import load_config
 
     root = Path(__file__).resolve().parents[2]
     config = load_config("tiny_grpo", root / "examples/configs", [f"model.path={root}/examples/models/tiny"])
     journal = Journal(config, tmp_path)
-    (tmp_path / "updates.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    updates = [f'{{"step": {step}}}\n' for step in range(1, recorded + 2)]
+    (tmp_path / "updates.jsonl").write_text("".join(updates))
+    journal._steps = recorded
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step_000003.jsonl").touch()
     journal.rank_lost(lost("actor_train"), since=0, reached=2, repeats="the updates of steps", in_memory=False)
-    assert (tmp_path / "updates.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (tmp_path / "updates.jsonl").read_text() == "".join(updates[:recorded])
     assert (tmp_path / "samples" / "step_000003.jsonl").exists(), "the samples are used again"
-    assert '"event": "restart", "role": "actor_train", "rank": 1' in (tmp_path / "ledger.jsonl").read_text()
+    line = json.loads((tmp_path / "ledger.jsonl").read_text())
+    assert (line["event"], line["role"], line["rank"], line["step"]) == ("restart", "actor_train", 1, recorded)
     assert "its log ends with" in (tmp_path / "failure.txt").read_text()
 
 
