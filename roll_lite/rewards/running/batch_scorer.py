@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum wait for async functions: after it the scorer returns, and the next call can add samples."""
+"""Maximum wait for async functions; then the next call can add samples."""
 LINGER_SECONDS = 0.005
 LEAST_SECONDS = 0.01
 """Minimum time limit of a function, even if the sample's limit is used up."""
@@ -67,6 +68,7 @@ class BatchScorer:
         self._single = [one for one in functions if not one.is_async and not one.is_batched]
         self._lists = [one for one in functions if not one.is_async and one.is_batched]
         self._asyncs = [one for one in functions if one.is_async]
+        self._turns = {one: asyncio.Semaphore(one.type.concurrent_calls() or sys.maxsize) for one in self._asyncs}
         self._runner: asyncio.Runner | None = None
         self._under_way: list[_Entry] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,7 +80,7 @@ class BatchScorer:
         return cls(reward, config.timeout_s, format_check(config)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score items. Those not begun within `slice_s` get None. Async items may stay in flight; a later call returns their results."""
+        """Score items. Those not begun within `slice_s` get None; a later call may return an async item's result."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))
@@ -186,7 +188,7 @@ class BatchScorer:
     async def _call_async(self, function: RewardFunction, entries: list[_Entry]) -> None:
         alone: list[_Entry] = []
         try:
-            async with asyncio.timeout(self._rest(entries)):
+            async with self._turns[function], asyncio.timeout(self._rest(entries)):
                 alone = _note(function, entries, await function.scores(_items(entries)))
         except TimeoutError:
             for entry in entries:

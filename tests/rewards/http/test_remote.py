@@ -32,9 +32,9 @@ def item(response: str = "4", answer: Any = "4", **columns: Any) -> RewardInput:
     return RewardInput("toy", "2+2=", response, answer, columns, "stop")
 
 
-def score(items: list[RewardInput], **args: Any) -> list[Score | str]:
+def score(items: list[RewardInput], timeout_s: float = 60, **args: Any) -> list[Score | str]:
     """Outcomes as a reward worker has them."""
-    scoring, _ = BatchScorer.of(RewardConfig(name="remote", args=args, timeout_s=60), "domains.toy.reward")
+    scoring, _ = BatchScorer.of(RewardConfig(name="remote", args=args, timeout_s=timeout_s), "domains.toy.reward")
     results: dict[int, Any] = {}
     scored = scoring(dict(enumerate(items)), 1.0)
     while len(results) < len(items):
@@ -142,6 +142,15 @@ def test_each_request_has_its_own_time_limit() -> None:
             results, suspects = results | scored.results, suspects | scored.suspects
             scored = scoring({}, 1.0)
     assert suspects == set() and [results[n].value for n in (1, 2, 3)] == [1, 2, 3] and "time" in results[4]
+
+
+def test_waiting_for_a_free_request_is_not_part_of_a_samples_time() -> None:
+    def slow(request: Any, number: int) -> Reply:
+        time.sleep(0.7)
+        return lengths(request, number)
+
+    with StubServer(slow) as server:
+        assert [one.value for one in score([item()] * 5, timeout_s=2.5, url=server.url, batch_size=1, concurrency=1)] == [1.0] * 5  # type: ignore[union-attr]
 
 
 def test_several_urls_one_of_them_down() -> None:
