@@ -19,7 +19,7 @@ WAIT_SECONDS = 0.1
 """Maximum wait for async functions; then the next call can add samples."""
 LINGER_SECONDS = 0.005
 LEAST_SECONDS = 0.01
-"""Minimum time limit of a function, even if the sample's limit is used up."""
+"""Minimum time limit of a function, even if the sample's is used up."""
 KILL_FACTOR = 3
 """Multiple of the time limit after which reward processes are killed: CPU time limits take longer on busy machines."""
 
@@ -30,7 +30,7 @@ class Scored:
     """{item number: score, cause of failure, or None if not scored yet}. Pass an item with None in again."""
     seconds: float = 0.0
     interrupted: bool = False
-    """True if the process must be replaced: a time limit interrupted a function."""
+    """The process must be replaced: a time limit interrupted a function."""
     suspects: set[int] = field(default_factory=set)
     """Samples whose shared call timed out; any of them may be the cause."""
 
@@ -55,6 +55,22 @@ class _Entry:
     seconds: float = 0.0
     failure: str | None = None
     is_suspect: bool = False
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Event loop whose clock stands still while it does not run and can receive no answers."""
+
+    _stopped_at = _stood_s = 0.0
+
+    def time(self) -> float:
+        return super().time() - self._stood_s
+
+    def run_forever(self) -> None:
+        self._stood_s += super().time() - self._stopped_at
+        try:
+            super().run_forever()
+        finally:
+            self._stopped_at = super().time()
 
 
 class BatchScorer:
@@ -158,7 +174,7 @@ class BatchScorer:
         waiting = [] if scored.interrupted or scored.suspects else self._unfailed(begun)
         self._under_way += waiting
         if self._under_way:
-            self._runner = self._runner or asyncio.Runner()
+            self._runner = self._runner or asyncio.Runner(loop_factory=_Loop)
             self._runner.run(self._advance(waiting))
         done = [entry for entry in self._under_way if self._is_done(entry)]
         self._under_way = [entry for entry in self._under_way if not self._is_done(entry)]
@@ -233,7 +249,7 @@ def _items(entries: Sequence[_Entry]) -> list[RewardInput]:
 
 
 def _note(function: RewardFunction, entries: Sequence[_Entry], scores: Sequence[Score | RewardFailed]) -> list[_Entry]:
-    """Record scores. Return the entries with suspected responses, which must be scored alone."""
+    """Record scores. Return entries with suspected responses, to score alone."""
     suspected: list[_Entry] = []
     for entry, score in zip(entries, scores, strict=True):
         if isinstance(score, ResponseSuspected):
