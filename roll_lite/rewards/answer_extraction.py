@@ -16,6 +16,7 @@ MOST_BOXES = 20
 WIDE = str.maketrans({chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict(zip("。、【】《》", ".,[]<>", strict=True)))
 CUT = "cut at its limit of tokens"
 HAN = "\u3040-\u30ff\u4e00-\u9fff"
+SCRIPTS = "\u0400-\u1cff\u3040-\ud7ff"  # Cyrillic to Hangul: unlike Latin and Greek letters, theirs are no variables
 BESIDE_HAN = re.compile(rf"(?<=[{HAN}])(?=[\w\\$+(-])(?![{HAN}])|(?<=[\w}}$%)])(?<![{HAN}])(?=[{HAN}])")
 
 SENTENCE = re.compile(r"[.!?…][*_\"'”’)\]]*(?=\s)|[。！？]|\n")

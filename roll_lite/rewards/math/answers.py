@@ -5,9 +5,9 @@ import string
 from typing import Literal
 
 from roll_lite.data.boxes import plain_boxes
-from roll_lite.rewards.answer_extraction import HAN, last_boxes, last_tagged
+from roll_lite.rewards.answer_extraction import last_boxes, last_tagged
 from roll_lite.rewards.math.equality import NUMERAL, sides
-from roll_lite.rewards.math.quantities import DELIMITED, KNOWN, D, quantity, unwrapped
+from roll_lite.rewards.math.quantities import DELIMITED, FOREIGN, KNOWN, SCALE, D, quantity, unwrapped
 
 Extract = Literal["auto", "boxed", "tagged", "number"]
 
@@ -34,7 +34,7 @@ DENIED = re.compile(
     re.IGNORECASE,
 )
 CHANGES = re.compile(
-    r"\s*(?:[百千万亿]|\(\s*\\?p?mod\b|(?:over|plus|minus|times|divided|out\s+of|thirds?|fifths?|squared|cubed|factorial|to\s+the\b[^.]*\bpower|and\s+an?\s+half"
+    rf"\s*(?:{SCALE}|\(\s*\\?p?mod\b|(?:over|plus|minus|times|divided|out\s+of|thirds?|fifths?|squared|cubed|factorial|to\s+the\b[^.]*\bpower|and\s+an?\s+half"
     r"|(?:in|for|per|each|every)\s+(?:every\s+)?\d+\W*\Z|(?:less|more|fewer|greater|smaller|higher|lower)\s+than\s+(?=[$\\(\d+-]|[b-hj-z]\b))\b"
     r"|[-+*/^=<>≈±×·÷]\s*[\d(\\$.])[^\n.]*",
     re.IGNORECASE,
@@ -113,9 +113,9 @@ def _is_balanced(text: str) -> bool:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Words of at least `shortest` letters, and Chinese characters, except function names and LaTeX commands. Unless `shortest` is 2,
+    """Words of at least `shortest` letters, and foreign letters, except function names and LaTeX commands. Unless `shortest` is 2,
     "and", "for" and alphabet runs are excluded too: xyz may be a product."""
-    found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
+    found = re.findall(rf"[A-Za-z]{{{shortest},}}|[Ͱ-Ͽ]{{4,}}|{FOREIGN}", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 
 
