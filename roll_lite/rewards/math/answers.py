@@ -53,6 +53,7 @@ def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
     boxes = [] if tagged is None and extract == "tagged" else last_boxes(text if tagged is None else tagged)
     if in_words or extract == "boxed" or tagged is not None:
         boxes = boxes[-1:]
+    boxes = _different(boxes)
     place = ", ".join(box.strip() for box in boxes) or tagged
     if place is None and extract != "auto":
         return ""
@@ -90,8 +91,11 @@ def _in_text(text: str, runs: list[tuple[int, int]]) -> str:
     last = unit.end() if unit else end
     changed = CHANGES.match(text, last)
     items[-1] += text[end : changed.end() if changed else last]
-    different = {without_form(item): item for item in reversed(items)}
-    return ", ".join(map(unwrapped, reversed(different.values())))
+    return ", ".join(map(unwrapped, _different(items)))
+
+
+def _different(items: list[str]) -> list[str]:
+    return items if len(items) < 2 else list({without_form(item): item for item in reversed(items)}.values())[::-1]
 
 
 def _runs(text: str) -> list[tuple[int, int]]:
