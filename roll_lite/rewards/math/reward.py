@@ -196,7 +196,7 @@ def _without_unit(text: str) -> tuple[str, Unit]:
 
 def _in_words(text: str) -> str:
     plain = " ".join(AROUND.sub(" ", _shown(text)).split()).rstrip(" .,!").casefold()
-    return plain if PROSE.fullmatch(plain) and words(plain) and len(plain.split()) <= MOST_WORDS else ""
+    return plain if PROSE.fullmatch(plain) and (words(plain) or plain == "no") and len(plain.split()) <= MOST_WORDS else ""
 
 
 def _shown(text: str) -> str:
