@@ -17,11 +17,12 @@ FUNCTIONS = r"(?:a|arc)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|log|ln|exp|pi|max|min
 NO_WORDS = re.compile(rf"\\text\{{[^{{}}]*\}}|\\(?:begin|end)\{{[a-z]+\*?\}}|\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTIONS})(?![A-Za-z])")
 NO_FORMULA = re.compile(rf"{DELIMITED.pattern}|\A[A-Z]:\s")
 LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{D}(?:/\d+)?(?:\s*\\?%)?")
-STATED = re.compile(r"(?:#{4}|\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+", re.IGNORECASE)
+NOUN = r"(?:\b(?:the|final|correct|my|our)[\s*]+answer|\banswer(?=[\s*`]*is\b|[ \t]*[^\w \t$\\,.(]))\b"  # no verb: to answer 60 questions
+STATED = re.compile(rf"(?:#{{4}}|{NOUN}[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+", re.IGNORECASE)
 LETTER = rf"(?<![A-Za-z])(?:{FUNCTIONS}|[A-Za-z])(?![A-Za-z])"
 GROUP = r"[(\[](?:\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[^()\[\]A-Za-z\n\\$]){1,80}[)\]]"
 ATOM = rf"(?:0[xob][\da-fA-F]+|\d+_\{{?\d+\}}?|{D}|\\(?!boxed)[A-Za-z]+(?:\{{[^{{}}\n]*\}})*|\\[%$]|{GROUP}|[½⅓⅔¼¾π√∞%$€£]|{LETTER})"
-SIGNS = r"(?:[ \t]*[-+*/^=<>_×·÷≤≥≠≈±°!{}|]|(?<=\d)[ ]?:(?=[ ]?\d))+[ \t]*"
+SIGNS = r"(?:[ \t]*[-+*/^=<>_×·÷≤≥≠≈±°!{}|]|(?<=\d)(?::| : )(?=\d))+[ \t]*"
 RUN = re.compile(
     r"\$\$.+?\$\$|\$(?!\s)[^$\n]*[^$\s\\]\$(?!\d)|\\\(.+?\\\)|\\\[.+?\\\]"
     rf"|(?<![\w^.])(?<!boxed{{)[-+±({{√$€£]*{ATOM}(?:{SIGNS}(?={ATOM}|\()|{ATOM}|(?<=[\d}}])[ \t]+(?=[\d\\½⅓⅔¼¾]))*[!%°)\]}}]*",
