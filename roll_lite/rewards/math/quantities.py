@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from roll_lite.rewards.answer_extraction import SCRIPTS, narrow
+from roll_lite.rewards.answer_extraction import QUAD, SCRIPTS, narrow
 
 LONGEST = 1000
 CLEANED = str.maketrans({**dict.fromkeys("−–‐‑‒﹣－", "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " "), "％": "%"})
@@ -18,7 +18,7 @@ TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|textit|textnormal|mathbf|mbox
 DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 BRACKETS = (("(", ")"), ("{", "}"), ("\\left(", "\\right)"))
-END = re.compile(r"\A(?:\\[,;:! ]|\s)+|(?:\\[,;:! \\]|(?<!\\)[.,;:\s])+\Z|\\\Z")
+END = re.compile(rf"\A(?:\\[,;:! ]|{QUAD}|\s)+|(?<![.,;:\s])(?:\\[,;:! \\]|{QUAD}|(?<!\\)[.,;:\s])++\Z|\\\Z")
 
 D = r"(?:\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
 PLAIN = (
@@ -26,7 +26,7 @@ PLAIN = (
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degree|\\[Cc]elsius", "°"),
     (r"\\([$%])", r"\1"),
     (r"\s*\^\s*\{?(-?\d)\}?(?!\d)", r"^\1"),
-    (r"\\[,;: ]|~|\\cdot(?=\s*\\?[a-z]+\Z)", " "),
+    (rf"\\[,;: ]|{QUAD}|~|\\cdot(?=\s*\\?[a-z]+\Z)", " "),
     (rf"\\frac(?:\s*\{{\s*(-?{D})\s*\}}|\s*(\d))(?:\s*\{{\s*({D})\s*\}}|\s*(\d)(?!\d))", r" \1\2/\3\4"),
     (r"\A([+-]?)\s*(?=10\s*(?:\^|\*\*))", r"\g<1>1*"),
     (r"\A\s*([+-]?)\s*([$€£¥₹¢])\s*([+-]?)(?=[\d.])(.*)\Z", r"\1\3\4 \2"),
