@@ -9,7 +9,7 @@ from roll_lite.data.samples import FinishReason, RewardInput
 
 TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.IGNORECASE | re.DOTALL)
-THINKING = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
+THINKING = re.compile(r"<(?:(/)|(?<!['\"`]<))think(?:ing)?>", re.IGNORECASE)  # '<think>' in a program opens nothing
 QUAD = r"\\q?quad(?![A-Za-z])"
 _SPACE = rf"(?:[\s,;$]|\\[()\[\],;:! ]|{QUAD})*+"
 BETWEEN_BOXES = re.compile(rf"{_SPACE}(?:\b(?:or|and)\b|\\text\s*\{{\s*,?\s*(?:or|and)\s*\}}|[或和])?{_SPACE}")
@@ -37,7 +37,7 @@ def after_thinking(sample: RewardInput) -> str:
 def without_thinking(text: str, prompt: str = "") -> str:
     """Text after the last </think>; empty if a <think>, perhaps at the end of `prompt`, is not closed."""
     tags = list(THINKING.finditer(text))
-    is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
+    is_open = tags[-1][1] is None if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text
 
 
