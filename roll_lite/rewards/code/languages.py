@@ -85,8 +85,8 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """Return (code, language tag) of each fenced block. Skip an unclosed one if the response was cut off (`ends_early`) or it has no tag:
-    its fence may be the end of an earlier block."""
+    """Return (code, language tag) of each fenced block. Skip an unclosed one if the response was cut off (`ends_early`) or has no tag:
+    its fence may end an earlier block."""
     found: list[tuple[str, str]] = []
     for block in BLOCK.finditer(text):
         code, indent, tag = block["code"], block["indent"], block["tag"].lower()

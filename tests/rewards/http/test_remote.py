@@ -104,15 +104,16 @@ def test_a_reward_that_is_no_number_costs_its_own_sample_only() -> None:
     assert results[1] == f"reward remote: {server.url}: rewards.0: Input should be a finite number, got nan"
 
 
-def test_a_sample_that_the_service_refuses_does_not_take_its_batch_along() -> None:
+@pytest.mark.parametrize("refused", [0.0, -20.0])
+def test_a_sample_that_the_service_refuses_does_not_take_its_batch_along(refused: float) -> None:
     def picky(request: Any, number: int) -> Reply:
         return Reply({"error": "too long"}, 422) if any("poison" in query for query in request["query"]) else lengths(request, number)
 
     with StubServer(picky) as server:
-        results = score([item("poison" if n == 5 else "x" * n) for n in range(16)], url=server.url, batch_size=16)
+        results = score([item("poison" if n == 5 else "x" * n) for n in range(16)], url=server.url, batch_size=16, refused=refused)
     told = f'reward remote: {server.url} answered 422 Unprocessable Entity: {{"error": "too long"}}'
-    assert results[5] == Score(0.0, False, {"verdict": told})
-    assert [one.value for one in results if isinstance(one, Score)] == [0 if n == 5 else n for n in range(16)]
+    assert results[5] == Score(refused, False, {"verdict": told})
+    assert [one.value for one in results if isinstance(one, Score)] == [refused if n == 5 else n for n in range(16)]
     assert len(server.requests) == 12, "9 to find it, then alone, with a harmless response, and once more"
 
 
