@@ -45,6 +45,7 @@ LATEX = (
     (r"(\\frac\s*\{[^{}]*\})\s*([A-Za-z])(?![A-Za-z])", r"\1{\2}"),
     (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|√\s*\(?(\w+|(?<=\()[^()]*)\)?", r"\\sqrt{\1\2}"),
     (r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|sec|csc|ln|log|exp)(?![A-Za-z])", r"\\\1 "),
+    (r"(\\(?:sin|cos|tan|cot|sec|csc)\s*\^\s*\{-1\})\s+", r"\1"),  # one function, not a product
     (r"\\varnothing", r"\\emptyset"),
     (r"\\log_\s*(\w+)\s+", r"\\log_{\1} "),
     (r"\*\*", "^"),
