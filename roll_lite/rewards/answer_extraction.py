@@ -9,13 +9,17 @@ from roll_lite.data.samples import FinishReason, RewardInput
 
 TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.IGNORECASE | re.DOTALL)
-THINKING = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
-_SPACE = r"(?:[\s,;$]|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z]))*+"
+THINKING = re.compile(r"<(?:(/)|(?<!['\"`]<))think(?:ing)?>", re.IGNORECASE)  # '<think>' in a program opens nothing
+QUAD = r"\\q?quad(?![A-Za-z])"
+_SPACE = rf"(?:[\s,;$]|\\[()\[\],;:! ]|{QUAD})*+"
 BETWEEN_BOXES = re.compile(rf"{_SPACE}(?:\b(?:or|and)\b|\\text\s*\{{\s*,?\s*(?:or|and)\s*\}}|[或和])?{_SPACE}")
 MOST_BOXES = 20
-WIDE = str.maketrans({chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict(zip("。、【】《》", ".,[]<>", strict=True)))
+WIDE = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | str.maketrans(
+    "。、【】《》", ".,[]<>", "\u00ad\u200b\u200e\u200f\u2060\ufeff"
+)
 CUT = "cut at its limit of tokens"
 HAN = "\u3040-\u30ff\u4e00-\u9fff"
+SCRIPTS = "\u0400-\u1cff\u3040-\ud7ff"  # Cyrillic to Hangul: unlike Latin and Greek letters, theirs are no variables
 BESIDE_HAN = re.compile(rf"(?<=[{HAN}])(?=[\w\\$+(-])(?![{HAN}])|(?<=[\w}}$%)])(?<![{HAN}])(?=[{HAN}])")
 
 SENTENCE = re.compile(r"[.!?…][*_\"'”’)\]]*(?=\s)|[。！？]|\n")
@@ -33,7 +37,7 @@ def after_thinking(sample: RewardInput) -> str:
 def without_thinking(text: str, prompt: str = "") -> str:
     """Text after the last </think>; empty if a <think>, perhaps at the end of `prompt`, is not closed."""
     tags = list(THINKING.finditer(text))
-    is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
+    is_open = tags[-1][1] is None if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text
 
 

@@ -67,6 +67,10 @@ class RewardType(Section):
         """Maximum samples per call (None: unlimited); a call must finish within one sample's time limit."""
         return None
 
+    def concurrent_calls(self) -> int | None:
+        """Maximum concurrent calls in one process (None: unlimited). The time limit of a call that waits does not run."""
+        return None
+
     def describe(self) -> str:
         return ""
 
@@ -134,7 +138,7 @@ class RewardFunction:
         return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score several samples in one call. On RewardFailed, the caller scores the samples one by one; on ResponseSuspected results, only
+        """Score samples in one call. On RewardFailed, the caller scores them one by one; on ResponseSuspected results, only
         those."""
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 

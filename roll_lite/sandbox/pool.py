@@ -196,9 +196,7 @@ class Sandbox:
 
     def begin(self, program: Program, peer: int = -1) -> None:
         """Start a program; `fileno()` becomes readable at its end. `peer`: socket passed as file descriptor 4."""
-        if self._running is not None:  # the wait for an earlier program was interrupted
-            self.close()
-        self._ensure_started()
+        self.ensure_started()
         assert self._line is not None
         limits = program.limits
         ordered = {
@@ -293,8 +291,10 @@ class Sandbox:
             remove_group(self._group)
             self._group = ""
 
-    def _ensure_started(self) -> None:
+    def ensure_started(self) -> None:
         """Start the sandbox unless it runs. SandboxTrouble if it does not start, or lacks a protection it had before."""
+        if self._running is not None:  # the wait for an earlier program was interrupted
+            self.close()
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -395,6 +395,8 @@ class SandboxPool:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             try:
+                for one in (sandbox, sandbox.companion):  # both before the program's wall-clock limit runs
+                    one.ensure_started()
                 sandbox.begin(job.program, ours.fileno())
                 sandbox.companion.begin(job.tests, theirs.fileno())
             except SandboxTrouble:

@@ -121,8 +121,7 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return (limits, open files) of the next request; None when the connection is closed. Skip orders (kill, pause, resume) for a
-        program that has ended."""
+        """Return (limits, open files) of the next request; None at the end. Skip orders (kill, pause, resume) for ended programs."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -141,7 +140,12 @@ class Zygote:
             self._usage.begin(limits, folder)
             ready, say_ready = os.pipe()
             started = time.monotonic()
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError:
+                os.close(ready)
+                os.close(say_ready)
+                raise
             if pid == 0:
                 self._child(limits, files, folder, say_ready)
             os.close(say_ready)

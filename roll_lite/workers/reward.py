@@ -22,14 +22,14 @@ from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, Sco
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 BATCH_SECONDS = 0.05
-"""Target seconds of one call: longer than its overhead, but short, since results wait for the whole call."""
+"""Target seconds of one call: above its overhead, but short: results wait for the whole call."""
 SLICE_SECONDS = 0.5
-"""Seconds after which a call returns with finished samples: a hanging sample must not delay the rest."""
+"""Seconds after which a call returns finished samples: a hanging one must not delay the rest."""
 MOST_SAMPLES = 64
 """Maximum samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
-"""Consecutive worker losses, with nothing scored in between, after which all waiting samples fail."""
+"""Consecutive worker losses without a score in between, after which all waiting samples fail."""
 
 RewardJob = ScoringJob[RewardInput, Score]
 
@@ -44,7 +44,7 @@ class RewardWorker:
         self._path = path
 
     def prepare(self) -> tuple[bool, bool, str]:
-        """Load and warm up the reward functions. Return (whether any is async, whether any takes lists of samples, note for the user)."""
+        """Load and warm up the reward functions. Return (any is async, any takes lists, note for the user)."""
         self._scorer, reward = BatchScorer.of(self._config, self._path)
         return reward.is_async, reward.is_batched, reward.describe()
 
@@ -189,7 +189,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
     def _blame(self, under_way: dict[int, RewardJob], cause: str) -> None:
-        """Handle the samples of a failed call. A single sample fails; several are scored again one by one, to find the cause."""
+        """Fail the sample of a failed call; several are scored again one by one, to find the cause."""
         jobs = [under_way.pop(number) for number in sorted(under_way, reverse=True)]
         if len(jobs) == 1:
             self._fail(jobs, cause)

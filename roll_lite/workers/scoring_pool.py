@@ -22,7 +22,7 @@ class ScoringJob(Generic[Item, Result]):
     item: Item
     answer: asyncio.Future[Result]
     alone: bool = False
-    """True if the sample must be scored alone: its last batch hung or killed the worker."""
+    """Score the sample alone: its last batch hung or killed the worker."""
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):

@@ -58,6 +58,12 @@ def test_thinking() -> None:
     assert [without_thinking(text) for text in ("1", "1</think>2</thinking>3", "<think>1</think>2")] == ["1", "3", "2"]
 
 
+@pytest.mark.parametrize("quote", "'\"`")
+def test_a_tag_in_quotes_opens_no_thought(quote: str) -> None:
+    assert without_thinking(f"1</think>s = {quote}<think>{quote}") == f"s = {quote}<think>{quote}"
+    assert without_thinking(f"He said {quote}1{quote}</think>2") == "2"
+
+
 def test_a_thought_that_was_not_closed_is_no_answer() -> None:
     assert [without_thinking(text) for text in ("<think>1", "<think>1</think>2<THINK>3", "a <thinking>1")] == ["", "", ""]
     assert without_thinking("1 but wait", prompt="Q\n<think>\n") == "" and without_thinking("1</think>2", prompt="Q<think>") == "2"

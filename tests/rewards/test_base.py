@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -83,3 +85,23 @@ def test_a_response_on_which_a_function_for_lists_fails_scores_lowest_and_others
     assert isinstance(results[1], Score) and (results[1].value, results[1].correct) == (0.0, False)
     assert "too deep" in str(results[1].details["verdict"])
     assert all(isinstance(results[n], str) and "too deep" in results[n] for n in (2, 3)), "the prompt's fault"
+
+
+def test_a_request_in_flight_is_not_late_because_another_sample_computes() -> None:
+    async def asks(sample: RewardInput) -> float:
+        async with asyncio.timeout(0.8):
+            await asyncio.sleep(0.3)
+        return 1.0
+
+    def computes(sample: RewardInput) -> float:
+        time.sleep(1.2 if sample.response == "long" else 0.0)
+        return 0.0
+
+    asking = [Term("asks", 1.0, RewardFunction("asks", asks, {}))]
+    scoring = BatchScorer(Reward(RewardFunction("computes", computes, {}), asking), 2.0)
+    results: dict[int, Any] = {}
+    for number, response in enumerate(["short", "long"]):
+        results |= scoring({number: RewardInput("toy", "prompt", response, None, {}, "stop")}, 1.0).results
+    while len(results) < 2:
+        results |= scoring({}, 1.0).results
+    assert [results[number].value for number in range(2)] == [1.0, 1.0], results

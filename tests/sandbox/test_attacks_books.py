@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from sandbox.running import LIMITS, PATIENT, run
+from sandbox.running import LIMITS, PATIENT, asserts, run
 
 from roll_lite.sandbox.filesystem import fits
-from roll_lite.sandbox.pool import HARMLESS, Outcome, Pair, Program, Sandbox, SandboxDied, SandboxPool
+from roll_lite.sandbox.pool import HARMLESS, Outcome, Pair, Program, Protections, Sandbox, SandboxDied, SandboxPool
 
 NAME = "import ctypes, os, time, threading\nlibc = ctypes.CDLL(None)\n"
 
@@ -130,3 +130,29 @@ def test_where_no_program_lives_it_is_nobodys_fault() -> None:
     assert HARMLESS.order["source"] == ""
     assert isinstance(ended("", KILLER), SandboxDied)
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_program_does_not_wait_for_its_tests_sandbox_within_its_own_limit(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+    pool = SandboxPool(1)
+    [sandbox] = pool._sandboxes
+    order: list[str] = []
+    start, begin = Sandbox.start, Sandbox.begin
+
+    def noted_start(self: Sandbox) -> Protections:
+        order.append("start")
+        return start(self)
+
+    def noted_begin(self: Sandbox, program: Program, peer: int = -1) -> None:
+        order.append("begin")
+        begin(self, program, peer)
+
+    if interrupted:  # as by the time limit of a sample
+        sandbox.begin(HARMLESS)
+    monkeypatch.setattr(Sandbox, "start", noted_start)
+    monkeypatch.setattr(Sandbox, "begin", noted_begin)
+    try:
+        outcome = pool.run(asserts("def f(): return 1", "assert f() == 1"))
+    finally:
+        pool.close()
+    assert (outcome.exit, order) == (0, ["start", "start", "begin", "begin"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -14,6 +17,7 @@ from sandbox.running import PATIENT, run
 
 from roll_lite.sandbox import pool as pool_module
 from roll_lite.sandbox.pool import Program, Sandbox, SandboxPool, SandboxTrouble
+from roll_lite.sandbox.zygote import Zygote
 
 LONG_S = 60.0
 DAEMONS = """
@@ -140,3 +144,17 @@ def test_folders_of_programs_go_while_others_run() -> None:
     finally:
         sandbox.close()
     assert not home.exists()
+
+
+def test_a_failed_fork_leaves_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> int:
+        raise BlockingIOError("no more processes")
+
+    zygote = object.__new__(Zygote)
+    zygote._namespaces, zygote._usage = False, mock.Mock()
+    monkeypatch.setattr(zygote, "_folder", lambda: contextlib.nullcontext(""))
+    monkeypatch.setattr(os, "fork", fails)
+    before = psutil.Process().num_fds()
+    with pytest.raises(BlockingIOError):
+        zygote._run({}, [])
+    assert psutil.Process().num_fds() == before

@@ -38,7 +38,7 @@ class RemoteBackend(HttpSettings):
     name: Literal["sandbox_fusion"] = "sandbox_fusion"
     """The service's protocol."""
     url: Addresses
-    """URL, or list of URLs; a request goes to the one with the fewest in progress."""
+    """URL, or list of URLs; requests go to the one with fewest in progress."""
     concurrency: PositiveInt = 16
     """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 60.0

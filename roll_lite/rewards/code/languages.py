@@ -85,13 +85,15 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """Return (code, language tag) of each fenced block. Skip an unclosed one if the response was cut off (`ends_early`) or it has no tag:
-    its fence may be the end of an earlier block."""
+    """Return (code, language tag) of each fenced block. Skip an unclosed one if the response was cut off (`ends_early`) or has no tag:
+    its fence may end an earlier block."""
     found: list[tuple[str, str]] = []
     for block in BLOCK.finditer(text):
         code, indent, tag = block["code"], block["indent"], block["tag"].lower()
         if indent and code.lstrip("\r\n").startswith(indent):
             code = re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE)
-        if block["end"] or (code and tag and not ends_early):
+        glued = None if block["end"] else re.search(rf"(?<=\S){block['fence']}[ \t]*$", code, re.MULTILINE)  # print(1)```
+        code = code[: glued.start()] if glued else code
+        if block["end"] or (code and tag and (glued or not ends_early)):
             found.append((code, ALIASES.get(tag, tag)))
     return found

@@ -69,6 +69,9 @@ class AskingReward(RewardType, HttpSettings):
     def warm(self) -> None:
         import httpx2  # noqa: F401
 
+    def concurrent_calls(self) -> int:
+        return self.concurrency
+
     def longest_s(self) -> dict[str, float]:
         return {"timeout_s": self.timeout_s} if "timeout_s" in self.model_fields_set else {}
 
@@ -100,8 +103,7 @@ class _Url:
         return self.failures == 0 or (self.requests == 0 and monotonic() >= self.rests_until)
 
     def rank(self) -> tuple[float, ...]:
-        """Sort key: available URLs first, then those with the fewest requests; ties at random, so that workers do not all begin with the
-        same URL."""
+        """Sort key: available URLs first, then fewest requests; ties at random, so that workers begin with different URLs."""
         return (0.0 if self.is_available() else self.rests_until, self.requests, random.random())
 
 

@@ -22,8 +22,8 @@ class RemoteReward(AskingReward):
     a number or string per sample, or one for all; kept in the samples' details).
 
     Requests go to the URL with the fewest in flight; a failed URL is skipped for a while. If the service refuses a batch, or its
-    answer does not fit, the batch is halved until the sample at fault is alone. That sample scores 0 if the service can score a harmless
-    response.
+    answer does not fit, the batch is halved until the sample at fault is alone. That sample scores `refused` if the service can score a
+    harmless response.
 
     ```yaml
     reward:
@@ -43,6 +43,12 @@ class RemoteReward(AskingReward):
     """Data columns to send; the prompt's column holds the question without the chat template."""
     concurrency: PositiveInt = 16
     """Concurrent requests per worker."""
+
+    refused: FiniteFloat = 0.0
+    """Score of a refused response; below usual rewards, or the policy learns to be refused."""
+
+    def lowest(self) -> float:
+        return self.refused
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
         return {"columns": self.columns}

@@ -5,9 +5,9 @@ import string
 from typing import Literal
 
 from roll_lite.data.boxes import plain_boxes
-from roll_lite.rewards.answer_extraction import HAN, last_boxes, last_tagged
+from roll_lite.rewards.answer_extraction import last_boxes, last_tagged
 from roll_lite.rewards.math.equality import NUMERAL, sides
-from roll_lite.rewards.math.quantities import DELIMITED, KNOWN, D, quantity, unwrapped
+from roll_lite.rewards.math.quantities import DELIMITED, FOREIGN, KNOWN, SCALE, D, quantity, unwrapped
 
 Extract = Literal["auto", "boxed", "tagged", "number"]
 
@@ -17,11 +17,12 @@ FUNCTIONS = r"(?:a|arc)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|log|ln|exp|pi|max|min
 NO_WORDS = re.compile(rf"\\text\{{[^{{}}]*\}}|\\(?:begin|end)\{{[a-z]+\*?\}}|\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTIONS})(?![A-Za-z])")
 NO_FORMULA = re.compile(rf"{DELIMITED.pattern}|\A[A-Z]:\s")
 LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{D}(?:/\d+)?(?:\s*\\?%)?")
-STATED = re.compile(r"(?:#{4}|\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+", re.IGNORECASE)
+NOUN = r"(?:\b(?:the|final|correct|my|our)[\s*]+answer|\banswer(?=[\s*`]*is\b|[ \t]*[^\w \t$\\,.(]))\b"  # no verb: to answer 60 questions
+STATED = re.compile(rf"(?:#{{4}}|{NOUN}[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+", re.IGNORECASE)
 LETTER = rf"(?<![A-Za-z])(?:{FUNCTIONS}|[A-Za-z])(?![A-Za-z])"
 GROUP = r"[(\[](?:\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[^()\[\]A-Za-z\n\\$]){1,80}[)\]]"
 ATOM = rf"(?:0[xob][\da-fA-F]+|\d+_\{{?\d+\}}?|{D}|\\(?!boxed)[A-Za-z]+(?:\{{[^{{}}\n]*\}})*|\\[%$]|{GROUP}|[½⅓⅔¼¾π√∞%$€£]|{LETTER})"
-SIGNS = r"(?:[ \t]*[-+*/^=<>_×·÷≤≥≠≈±°!{}|]|(?<=\d)[ ]?:(?=[ ]?\d))+[ \t]*"
+SIGNS = r"(?:[ \t]*[-+*/^=<>_×·÷≤≥≠≈±°!{}|]|(?<=\d)(?::| : )(?=\d))+[ \t]*"
 RUN = re.compile(
     r"\$\$.+?\$\$|\$(?!\s)[^$\n]*[^$\s\\]\$(?!\d)|\\\(.+?\\\)|\\\[.+?\\\]"
     rf"|(?<![\w^.])(?<!boxed{{)[-+±({{√$€£]*{ATOM}(?:{SIGNS}(?={ATOM}|\()|{ATOM}|(?<=[\d}}])[ \t]+(?=[\d\\½⅓⅔¼¾]))*[!%°)\]}}]*",
@@ -34,7 +35,7 @@ DENIED = re.compile(
     re.IGNORECASE,
 )
 CHANGES = re.compile(
-    r"\s*(?:[百千万亿]|\(\s*\\?p?mod\b|(?:over|plus|minus|times|divided|out\s+of|thirds?|fifths?|squared|cubed|factorial|to\s+the\b[^.]*\bpower|and\s+an?\s+half"
+    rf"\s*(?:{SCALE}|\(\s*\\?p?mod\b|(?:over|plus|minus|times|divided|out\s+of|thirds?|fifths?|squared|cubed|factorial|to\s+the\b[^.]*\bpower|and\s+an?\s+half"
     r"|(?:in|for|per|each|every)\s+(?:every\s+)?\d+\W*\Z|(?:less|more|fewer|greater|smaller|higher|lower)\s+than\s+(?=[$\\(\d+-]|[b-hj-z]\b))\b"
     r"|[-+*/^=<>≈±×·÷]\s*[\d(\\$.])[^\n.]*",
     re.IGNORECASE,
@@ -53,6 +54,7 @@ def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
     boxes = [] if tagged is None and extract == "tagged" else last_boxes(text if tagged is None else tagged)
     if in_words or extract == "boxed" or tagged is not None:
         boxes = boxes[-1:]
+    boxes = _different(boxes)
     place = ", ".join(box.strip() for box in boxes) or tagged
     if place is None and extract != "auto":
         return ""
@@ -90,8 +92,11 @@ def _in_text(text: str, runs: list[tuple[int, int]]) -> str:
     last = unit.end() if unit else end
     changed = CHANGES.match(text, last)
     items[-1] += text[end : changed.end() if changed else last]
-    different = {without_form(item): item for item in reversed(items)}
-    return ", ".join(map(unwrapped, reversed(different.values())))
+    return ", ".join(map(unwrapped, _different(items)))
+
+
+def _different(items: list[str]) -> list[str]:
+    return items if len(items) < 2 else list({without_form(item): item for item in reversed(items)}.values())[::-1]
 
 
 def _runs(text: str) -> list[tuple[int, int]]:
@@ -113,9 +118,9 @@ def _is_balanced(text: str) -> bool:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Words of at least `shortest` letters, and Chinese characters, except function names and LaTeX commands. Unless `shortest` is 2,
+    """Words of at least `shortest` letters, and foreign letters, except function names and LaTeX commands. Unless `shortest` is 2,
     "and", "for" and alphabet runs are excluded too: xyz may be a product."""
-    found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
+    found = re.findall(rf"[A-Za-z]{{{shortest},}}|[Ͱ-Ͽ]{{4,}}|{FOREIGN}", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 
 

@@ -45,6 +45,7 @@ LATEX = (
     (r"(\\frac\s*\{[^{}]*\})\s*([A-Za-z])(?![A-Za-z])", r"\1{\2}"),
     (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|√\s*\(?(\w+|(?<=\()[^()]*)\)?", r"\\sqrt{\1\2}"),
     (r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|sec|csc|ln|log|exp)(?![A-Za-z])", r"\\\1 "),
+    (r"(\\(?:sin|cos|tan|cot|sec|csc)\s*\^\s*\{-1\})\s+", r"\1"),  # one function, not a product
     (r"\\varnothing", r"\\emptyset"),
     (r"\\log_\s*(\w+)\s+", r"\\log_{\1} "),
     (r"\*\*", "^"),
@@ -75,7 +76,17 @@ def parse(text: str) -> Parsed:
     settings = library().LatexExtractionConfig()  # units stay: removal would also drop the letters of 2t, 5m and 3c
     settings = replace(settings, normalization_config=replace(settings.normalization_config, units=False))
     found = library().parse(f"${text}$", [settings], parsing_timeout=None)
+    if re.search(r"\bor\b", text) and not re.search(r"\band\b|,", text):  # math-verify reads x < 1 or x > 2 as a set of relations
+        found = [_united(part) for part in found]
     return [part for part in found if not isinstance(part, str) and not part.has(sympy.nan, sympy.zoo) and not _computes_infinity(part)]
+
+
+def _united(part: Any) -> Any:
+    import sympy
+
+    relations = part.args if isinstance(part, sympy.FiniteSet) else ()
+    is_solved = all(isinstance(one, sympy.logic.boolalg.Boolean) and all(map(_is_solved, one.atoms(sympy.Rel))) for one in relations)
+    return sympy.Union(*(one.as_set() for one in relations)) if relations and is_solved and len(part.free_symbols) == 1 else part
 
 
 def _computes_infinity(expression: Any) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from roll_lite.rewards.answer_extraction import narrow
+from roll_lite.rewards.answer_extraction import QUAD, SCRIPTS, narrow
 
 LONGEST = 1000
 CLEANED = str.maketrans({**dict.fromkeys("−–‐‑‒﹣－", "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " "), "％": "%"})
@@ -18,7 +18,7 @@ TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|textit|textnormal|mathbf|mbox
 DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 BRACKETS = (("(", ")"), ("{", "}"), ("\\left(", "\\right)"))
-END = re.compile(r"\A(?:\\[,;:! ]|\s)+|(?:\\[,;:! \\]|(?<!\\)[.,;:\s])+\Z|\\\Z")
+END = re.compile(rf"\A(?:\\[,;:! ]|{QUAD}|\s)+|(?<![.,;:\s])(?:\\[,;:! \\]|{QUAD}|(?<!\\)[.,;:\s])++\Z|\\\Z")
 
 D = r"(?:\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
 PLAIN = (
@@ -26,7 +26,7 @@ PLAIN = (
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degree|\\[Cc]elsius", "°"),
     (r"\\([$%])", r"\1"),
     (r"\s*\^\s*\{?(-?\d)\}?(?!\d)", r"^\1"),
-    (r"\\[,;: ]|~|\\cdot(?=\s*\\?[a-z]+\Z)", " "),
+    (rf"\\[,;: ]|{QUAD}|~|\\cdot(?=\s*\\?[a-z]+\Z)", " "),
     (rf"\\frac(?:\s*\{{\s*(-?{D})\s*\}}|\s*(\d))(?:\s*\{{\s*({D})\s*\}}|\s*(\d)(?!\d))", r" \1\2/\3\4"),
     (r"\A([+-]?)\s*(?=10\s*(?:\^|\*\*))", r"\g<1>1*"),
     (r"\A\s*([+-]?)\s*([$€£¥₹¢])\s*([+-]?)(?=[\d.])(.*)\Z", r"\1\3\4 \2"),
@@ -62,12 +62,15 @@ PREFIXES = {"n nano": -9, "µ micro": -6, "m milli": -3, "c centi": -2, "d deci"
 METRIC = "m meter metre s second g gram l liter litre Pa pascal Hz hertz eV W watt J joule N newton V volt mol mole"
 for _prefix, _power in PREFIXES.items():
     KNOWN |= {_prefix.split()[len(one) > 3] + one: (KNOWN[one][0], KNOWN[one][1] * Fraction(10) ** _power) for one in METRIC.split()}
+SCALE = "(?:[百万亿萬億백천만억]|千(?![克米瓦卡焦升]))"  # not 千克, kilogram
 NO_UNIT_WORD = re.compile(
+    rf".*(?:{SCALE}|[半的の]).*|"
     r"(?:squared|cubed|factorial|sin|cos|tan|log|exp|sqrt|pi|and|or|nor|not|but|plus|minus|times|over|divided|out|than|either|maybe|perhaps"
     r"|mod|(?:third|fif|four|six|seven|eigh|nin)(?:th)?s?|one|two|three|five|eight|nine|ten)",
     re.IGNORECASE,
 )
-LETTERS = "[A-Za-zµ°$€£¥₹¢]"
+FOREIGN = rf"(?:(?!\d)[{SCRIPTS}])"
+LETTERS = rf"(?:{FOREIGN}|(?![×÷])[A-Za-zµÀ-ɏͰ-Ͽ°$€£¥₹¢])"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
 Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
 """(kinds, size). `kinds`: set of (kind, exponent), such as ("length", 2) for an area; None without a unit or if unknown (apples). `size`:
@@ -161,7 +164,7 @@ def split_unit(text: str) -> tuple[str, Unit, Fraction]:
         return text, NO_UNIT, Fraction(1)
     in_text = " ".join(TEXT.findall(text))
     for index, word in enumerate(re.findall(f"{LETTERS}+", found[2])):
-        is_apart = (index > 0 or found[1] != "") and len(word) > 2
+        is_apart = ((index > 0 or found[1] != "") and len(word) > 2) or re.match(FOREIGN, word)
         if not known(word) and (NO_UNIT_WORD.fullmatch(word) or not (is_apart or word in in_text)):
             return text, NO_UNIT, Fraction(1)
     return before, *_unit_of(found[2])

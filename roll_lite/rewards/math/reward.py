@@ -132,8 +132,8 @@ def _verdict(gold: Reference, answer: str) -> str:
         return "no answer found"
     if gold.words:
         return EQUAL if _in_words(answer) == gold.words else DIFFERENT
-    if gold.items:
-        left = list_of(answer)
+    left = list_of(answer) if gold.items else []
+    if gold.items and (len(left) > 1 or not gold.parsed):
         for item in gold.items:
             equal = next((one for one in left if _verdict(item, one) == EQUAL), None)
             if equal is None:
@@ -196,7 +196,7 @@ def _without_unit(text: str) -> tuple[str, Unit]:
 
 def _in_words(text: str) -> str:
     plain = " ".join(AROUND.sub(" ", _shown(text)).split()).rstrip(" .,!").casefold()
-    return plain if PROSE.fullmatch(plain) and words(plain) and len(plain.split()) <= MOST_WORDS else ""
+    return plain if PROSE.fullmatch(plain) and (words(plain) or plain == "no") and len(plain.split()) <= MOST_WORDS else ""
 
 
 def _shown(text: str) -> str:
@@ -232,7 +232,8 @@ def _read_reference(text: str) -> Reference:
         counted = [item for item in items if (number := quantity(item)) and not number.percent]
         if len({tuple(word.rstrip("s") for word in words(_shown(item), 2) if not known(word)) for item in counted}) > 1:
             raise ValueError("it is of several things, no list of numbers")
-        return Reference(text, items=tuple(map(_read_reference, items)))
+        union = parse(text) if re.search(r"\bor\b", text) else []
+        return Reference(text, [one for one in union if getattr(one, "is_Union", False)], items=tuple(map(_read_reference, items)))
     if written_form(text):
         return Reference(text)
     body, unit = _without_unit(text)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,10 +16,10 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum wait for async functions: after it the scorer returns, and the next call can add samples."""
+"""Maximum wait for async functions; then the next call can add samples."""
 LINGER_SECONDS = 0.005
 LEAST_SECONDS = 0.01
-"""Minimum time limit of a function, even if the sample's limit is used up."""
+"""Minimum time limit of a function, even if the sample's is used up."""
 KILL_FACTOR = 3
 """Multiple of the time limit after which reward processes are killed: CPU time limits take longer on busy machines."""
 
@@ -29,7 +30,7 @@ class Scored:
     """{item number: score, cause of failure, or None if not scored yet}. Pass an item with None in again."""
     seconds: float = 0.0
     interrupted: bool = False
-    """True if the process must be replaced: a time limit interrupted a function."""
+    """The process must be replaced: a time limit interrupted a function."""
     suspects: set[int] = field(default_factory=set)
     """Samples whose shared call timed out; any of them may be the cause."""
 
@@ -56,6 +57,22 @@ class _Entry:
     is_suspect: bool = False
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Event loop whose clock stands still while it does not run and can receive no answers."""
+
+    _stopped_at = _stood_s = 0.0
+
+    def time(self) -> float:
+        return super().time() - self._stood_s
+
+    def run_forever(self) -> None:
+        self._stood_s += super().time() - self._stopped_at
+        try:
+            super().run_forever()
+        finally:
+            self._stopped_at = super().time()
+
+
 class BatchScorer:
     """Scores samples, each within its own time limit. Sync functions run in the main thread, outside the event loop."""
 
@@ -67,6 +84,7 @@ class BatchScorer:
         self._single = [one for one in functions if not one.is_async and not one.is_batched]
         self._lists = [one for one in functions if not one.is_async and one.is_batched]
         self._asyncs = [one for one in functions if one.is_async]
+        self._turns = {one: asyncio.Semaphore(one.type.concurrent_calls() or sys.maxsize) for one in self._asyncs}
         self._runner: asyncio.Runner | None = None
         self._under_way: list[_Entry] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,7 +96,7 @@ class BatchScorer:
         return cls(reward, config.timeout_s, format_check(config)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score items. Those not begun within `slice_s` get None. Async items may stay in flight; a later call returns their results."""
+        """Score items. Those not begun within `slice_s` get None; a later call may return an async item's result."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))
@@ -156,7 +174,7 @@ class BatchScorer:
         waiting = [] if scored.interrupted or scored.suspects else self._unfailed(begun)
         self._under_way += waiting
         if self._under_way:
-            self._runner = self._runner or asyncio.Runner()
+            self._runner = self._runner or asyncio.Runner(loop_factory=_Loop)
             self._runner.run(self._advance(waiting))
         done = [entry for entry in self._under_way if self._is_done(entry)]
         self._under_way = [entry for entry in self._under_way if not self._is_done(entry)]
@@ -186,7 +204,7 @@ class BatchScorer:
     async def _call_async(self, function: RewardFunction, entries: list[_Entry]) -> None:
         alone: list[_Entry] = []
         try:
-            async with asyncio.timeout(self._rest(entries)):
+            async with self._turns[function], asyncio.timeout(self._rest(entries)):
                 alone = _note(function, entries, await function.scores(_items(entries)))
         except TimeoutError:
             for entry in entries:
@@ -231,7 +249,7 @@ def _items(entries: Sequence[_Entry]) -> list[RewardInput]:
 
 
 def _note(function: RewardFunction, entries: Sequence[_Entry], scores: Sequence[Score | RewardFailed]) -> list[_Entry]:
-    """Record scores. Return the entries with suspected responses, which must be scored alone."""
+    """Record scores. Return entries with suspected responses, to score alone."""
     suspected: list[_Entry] = []
     for entry, score in zip(entries, scores, strict=True):
         if isinstance(score, ResponseSuspected):

@@ -14,7 +14,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, slow_start, time_out
 
 GRACE_SECONDS = 1.0
-"""Extra seconds, so that the reward's own timeout message arrives first."""
+"""Extra seconds: the reward's own timeout message arrives first."""
 
 Answer = tuple[Score | str, float]
 

@@ -32,9 +32,9 @@ def item(response: str = "4", answer: Any = "4", **columns: Any) -> RewardInput:
     return RewardInput("toy", "2+2=", response, answer, columns, "stop")
 
 
-def score(items: list[RewardInput], **args: Any) -> list[Score | str]:
+def score(items: list[RewardInput], timeout_s: float = 60, **args: Any) -> list[Score | str]:
     """Outcomes as a reward worker has them."""
-    scoring, _ = BatchScorer.of(RewardConfig(name="remote", args=args, timeout_s=60), "domains.toy.reward")
+    scoring, _ = BatchScorer.of(RewardConfig(name="remote", args=args, timeout_s=timeout_s), "domains.toy.reward")
     results: dict[int, Any] = {}
     scored = scoring(dict(enumerate(items)), 1.0)
     while len(results) < len(items):
@@ -104,15 +104,16 @@ def test_a_reward_that_is_no_number_costs_its_own_sample_only() -> None:
     assert results[1] == f"reward remote: {server.url}: rewards.0: Input should be a finite number, got nan"
 
 
-def test_a_sample_that_the_service_refuses_does_not_take_its_batch_along() -> None:
+@pytest.mark.parametrize("refused", [0.0, -20.0])
+def test_a_sample_that_the_service_refuses_does_not_take_its_batch_along(refused: float) -> None:
     def picky(request: Any, number: int) -> Reply:
         return Reply({"error": "too long"}, 422) if any("poison" in query for query in request["query"]) else lengths(request, number)
 
     with StubServer(picky) as server:
-        results = score([item("poison" if n == 5 else "x" * n) for n in range(16)], url=server.url, batch_size=16)
+        results = score([item("poison" if n == 5 else "x" * n) for n in range(16)], url=server.url, batch_size=16, refused=refused)
     told = f'reward remote: {server.url} answered 422 Unprocessable Entity: {{"error": "too long"}}'
-    assert results[5] == Score(0.0, False, {"verdict": told})
-    assert [one.value for one in results if isinstance(one, Score)] == [0 if n == 5 else n for n in range(16)]
+    assert results[5] == Score(refused, False, {"verdict": told})
+    assert [one.value for one in results if isinstance(one, Score)] == [refused if n == 5 else n for n in range(16)]
     assert len(server.requests) == 12, "9 to find it, then alone, with a harmless response, and once more"
 
 
@@ -142,6 +143,15 @@ def test_each_request_has_its_own_time_limit() -> None:
             results, suspects = results | scored.results, suspects | scored.suspects
             scored = scoring({}, 1.0)
     assert suspects == set() and [results[n].value for n in (1, 2, 3)] == [1, 2, 3] and "time" in results[4]
+
+
+def test_waiting_for_a_free_request_is_not_part_of_a_samples_time() -> None:
+    def slow(request: Any, number: int) -> Reply:
+        time.sleep(0.7)
+        return lengths(request, number)
+
+    with StubServer(slow) as server:
+        assert [one.value for one in score([item()] * 5, timeout_s=2.5, url=server.url, batch_size=1, concurrency=1)] == [1.0] * 5  # type: ignore[union-attr]
 
 
 def test_several_urls_one_of_them_down() -> None:

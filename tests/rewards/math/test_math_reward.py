@@ -167,6 +167,11 @@ def test_endless_comparisons_are_stopped(response: str) -> None:
     assert time.process_time() - started < 5
 
 
+@pytest.mark.parametrize("run", [". ", r"\, .", r" \quad"])
+def test_a_long_run_of_blanks_and_dots_takes_no_time(run: str) -> None:
+    assert verdict_of("12", 20_000 * run + "The answer is 12.", cpu_limit_s=1.0) == "equal"
+
+
 def test_no_odd_answer_is_a_failure() -> None:
     dice = random.Random(7)
     for _ in range(60):
