@@ -127,7 +127,8 @@ DISCUSSED = r"\s*(?:is|was|are|can|cannot|does|would|being)\b"
 POSSIBLE = r"\s+(?:is|(?:may|might|could)\s+be)\s+(?:also|equally)\s+(?:possible|correct|right|true)\b"
 STATED = re.compile(
     rf"(?i)(?=(?:(?:\b(?:answer|ans|response|option|choice)\b(?:(?!{DENIAL})[^.:=;!?\n]){{0,60}}\s*{IS}|\bit\s*{IS}|答案\s*[是为:]|选择?"
-    r"|\b(?:choose|select|pick|go(?:ing)?\s+with)\b)(?:\s*(?:\b(?:definitely|not\s+⟦⟧,?\s+but|both|either|the|option|choice|letter|statement|answer)\b|:))*+\s*"
+    r"|\b(?:choose|select|pick|go(?:ing)?\s+with)\b)"
+    r"(?:\s*(?:\b(?:definitely|not\s+⟦⟧,?\s+but|both|either|the|option|choice|letter|statement|answer)\b|:))*+\s*"
     rf"|\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?(?={X}{ENDED})|(?={X}{RIGHT}))"
     rf"(?P<chosen>{X}(?:{HEDGE}{X}(?!{DISCUSSED})|[^⟦]*{X}{POSSIBLE})*))"
 )
