@@ -164,6 +164,7 @@ async def steps_that_end_no_more_are_noticed(engine: Harness) -> None:
     """Its loop waits in a worker for what never comes, as for a kernel that hangs; its processes live, and those around it answer."""
     assert engine.plan is not None
     engine.strategy._steps._limit_s = 2.0
+    await engine.one(3, temperature=1.0, min_tokens=3, seed=0)  # the first of this kind may take longer
     _, task = await engine.started(4, LONG)
     store = rendezvous_store("127.0.0.1")
     membership = engine.plan.membership(9, "gloo", "127.0.0.1", store.port, 1000.0)
