@@ -51,8 +51,8 @@ class JudgeReward(AskingReward):
 
     The judge is `model` at `url`, or `server`, which the run starts itself. Without `pattern`, `choices` and `scale`, the verdict is yes
     (1) or no (0). It is the last line of the judge's text, such as "Verdict: yes" or "7/10", or a final JSON object such as
-    {"verdict": "yes"}, as from guided decoding (`extra_body`). Other verdicts are ignored, and, after an unfinished sentence ("The response
-    ends with"), a last line that the response contains too.
+    {"verdict": "yes"}, as from guided decoding (`extra_body`). Other verdicts, and a last line after an unfinished sentence ("The response
+    ends with"), are ignored: the judge may quote the response.
 
     If a verdict is unreadable or cut at `max_tokens`, the judge is asked again, `asks` times in all. A response without a verdict, or
     refused by the endpoint, gets the lowest value (0, or a negative choice); if a harmless response gets none either, the sample fails.
@@ -128,7 +128,7 @@ class JudgeReward(AskingReward):
         for number in range(self.asks):
             again = {"temperature": max(request["temperature"], AGAIN_TEMPERATURE)} if number else {}
             said = await _said(self._client, request | again)
-            if said is not None and (verdict := read_verdict(said, self.pattern, self.choices, self.scale, sample.response)) is not None:
+            if said is not None and (verdict := read_verdict(said, self.pattern, self.choices, self.scale)) is not None:
                 value, extracted = verdict
                 return Score(value, None, {"extracted": extracted, "verdict": said[:KEPT_CHARACTERS]})
         problem = "did not finish within max_tokens" if said is None else f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
@@ -204,18 +204,14 @@ colon, and Thai and Lao, which have no full stop."""
 
 
 def read_verdict(
-    text: str,
-    pattern: str | None = None,
-    choices: Mapping[str, float] | None = None,
-    scale: tuple[float, float] | None = None,
-    response: str | None = None,
+    text: str, pattern: str | None = None, choices: Mapping[str, float] | None = None, scale: tuple[float, float] | None = None
 ) -> tuple[float, str] | None:
-    """Return (value, text) of the judge's own verdict, not one quoted from `response`; arguments as in `JudgeReward`. None without a
-    verdict, or if the search takes too long."""
+    """Return (value, text) of the judge's own verdict, not a quoted one; arguments as in `JudgeReward`. None without a verdict, or if the
+    search takes too long."""
     choices = {"yes": 1.0, "no": 0.0} if (choices, pattern, scale) == (None, None, None) else choices
     known = None if choices is None else {choice.strip().casefold(): value for choice, value in choices.items()}
     try:
-        found = limited(FORMAT_SECONDS, lambda: _found(without_thinking(text).strip(), pattern, known, scale, response)).strip()
+        found = limited(FORMAT_SECONDS, lambda: _found(without_thinking(text).strip(), pattern, known, scale)).strip()
         value = float(found) if known is None else known[found.casefold()]
     except (TimeLimitExceeded, KeyError, ValueError):
         return None
@@ -225,9 +221,7 @@ def read_verdict(
     return (value - low) / (high - low) if scale else value, found
 
 
-def _found(
-    text: str, pattern: str | None, known: Mapping[str, float] | None, scale: tuple[float, float] | None, response: str | None
-) -> str:
+def _found(text: str, pattern: str | None, known: Mapping[str, float] | None, scale: tuple[float, float] | None) -> str:
     if pattern is not None:
         *_, last = [None, *compile_format(pattern).finditer(text)]
         return "" if last is None else next((group for group in last.groups() if group is not None), last[0])
@@ -238,9 +232,8 @@ def _found(
     if verdict is None:
         return ""
     before, found = text[: verdict.start()], verdict["value"]
-    may_be_quoted = response is None or _letters(found if found.startswith("{") else verdict[0]) in _letters(response)
     is_quoted = OPEN_QUOTE.search(before) or any(before.count(mark) % 2 for mark in '"`')
-    if may_be_quoted and (is_quoted or BREAKS_OFF.match(before.rstrip(" \t\n*_=~-").rpartition("\n")[2])):
+    if is_quoted or BREAKS_OFF.match(before.rstrip(" \t\n*_=~-").rpartition("\n")[2]):
         return ""
     if not found.startswith("{"):
         return found
@@ -250,7 +243,3 @@ def _found(
         return ""
     value = next((content[key] for key in KEYS if key in content), "")
     return ("no", "yes")[value] if isinstance(value, bool) else str(value)
-
-
-def _letters(text: str) -> str:
-    return re.sub(r"[\W_]", "", text).casefold()

@@ -42,13 +42,13 @@ async def ask(server: StubServer, sample: RewardInput | None = None, **args: Any
 
 
 VERDICTS = [json.loads(line) for line in Path(__file__).with_name("verdicts.jsonl").read_text().splitlines()]
-"""Judges' texts and the value of their verdicts, null for none. Many quote a verdict that the response, if none is given, may hold."""
+"""Judges' texts and the value of their verdicts, null for none. Many quote a verdict that the response holds."""
 
 
-@pytest.mark.parametrize("case", VERDICTS, ids=lambda case: case["text"] + case.get("response", ""))
+@pytest.mark.parametrize("case", VERDICTS, ids=lambda case: case["text"])
 def test_a_verdict_is_the_judges_own(case: dict[str, Any]) -> None:
     scale = tuple(case["scale"]) if "scale" in case else None
-    verdict = read_verdict(case["text"], case.get("pattern"), case.get("choices"), scale, case.get("response"))
+    verdict = read_verdict(case["text"], case.get("pattern"), case.get("choices"), scale)
     assert (verdict[0] if verdict else None) == case["value"]
 
 
