@@ -194,7 +194,7 @@ def _batches(path: Path, columns: Sequence[str] | None) -> Iterator[Any]:
         quoted = csv.ParseOptions(newlines_in_values=True)
         with csv.open_csv(path, parse_options=quoted) as file:
             texts = dict.fromkeys(file.schema.names, string())  # guessed types would turn 007 into 7 and, beside 2.5, 1 into 1.0
-        as_written = csv.ConvertOptions(column_types=texts, null_values=[""], strings_can_be_null=True)
+        as_written = csv.ConvertOptions(column_types=texts)
         yield from csv.read_csv(path, parse_options=quoted, convert_options=as_written).to_batches(ROWS_AT_ONCE)
         return
     if path.suffix == ".parquet":

@@ -40,7 +40,7 @@ def _examine(asked: argparse.Namespace) -> Iterator[Diagnosis]:
     try:
         from roll_lite.doctor.machine import alone, check_engines, check_machine, check_ports
         from roll_lite.doctor.nodes import check_nodes
-    except (ImportError, OSError) as error:  # torch or ray, which most of roll_lite imports
+    except Exception as error:  # torch or ray, which most of roll_lite imports
         yield from wrong_packages()
         yield Diagnosis("imports", first_line(error), LOCK)
         return

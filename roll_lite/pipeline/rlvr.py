@@ -363,7 +363,10 @@ class RLVRPipeline:
         with WATCHDOG.uninterrupted(), WATCHDOG.limit("checkpoint", seconds, "checkpoint.on_sigterm_s"):
             unfinished, state = b"", self.recovery.source_state
             under_way, lost = self.validation.under_way, self.recovery.lost_validation
-            reached = {**self.recovery.reached, "validation": lost if under_way is None else under_way}
+            interrupted = lost if under_way is None else under_way
+            reached = {**self.recovery.reached, "validation": interrupted}
+            if interrupted is not None and interrupted > reached["steps_done"]:  # the run goes back to a step before it
+                reached["validation"] = None
             if self.config.checkpoint.unfinished and not self.recovery.service_is_lost:
                 with suppress(Exception):  # if this fails, their prompts start again
                     state, unfinished = self.source.unfinished(state, seconds / 4)

@@ -67,7 +67,8 @@ class Architecture:
         if passes == 1:
             return layers + head
         again = {"none": 0.0, "selective": 2.0 * sum(map(self._feed_forward, range(hf.layers))), "full": layers}[recompute]
-        return passes * layers + (passes + 1) * head + again  # the logits are computed twice
+        attention = layers - hf.token_flops(0)  # of scores and values, whose backward pass LoRA's frozen weights do not shorten
+        return passes * layers + (3 - passes) * attention + (passes + 1) * head + again  # the logits are computed twice
 
     def cache_bytes(self, bytes_per_number: int = 2) -> int:
         """Bytes of the KV cache per token, over all ranks."""

@@ -69,8 +69,6 @@ class _PromptToStart:
     """The prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
     """Batches requested at the admission of `group`."""
-    digest: int | None = None
-    """Digest of `group`'s prompt; None in older checkpoints."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -80,7 +78,6 @@ class _Live:
     prompt: _PromptToStart
     batches_requested: int
     """Batches requested at the group's admission; its staleness counts from here."""
-    digest: int
     tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
@@ -117,6 +114,8 @@ class DomainScheduler:
         self._delivered: dict[int, _Live] = {}
         """Groups of the last batch, whose step may be undone until the next is requested."""
         self._put_back: deque[_PromptToStart] = deque()
+        self._digests: dict[int, int] = {}
+        """{row number: digest} of undelivered groups, in the last state."""
         self._taken_up: dict[int, int] = {}
         """{group number in the resumed checkpoint: number of the group that continues it}."""
         self._ledger: list[dict[str, Any]] = []
@@ -176,7 +175,7 @@ class DomainScheduler:
             batches_requested = prompt.batches_requested
         epoch, index = prompt.row
         row = self._domain.prompts[index]
-        live = _Live(self._group_numbers(), prompt, batches_requested, row.digest)
+        live = _Live(self._group_numbers(), prompt, batches_requested)
         self._running[live.number] = live
         self._recorder.domains[self.name].admitted += 1
         if prompt.group is not None:
@@ -341,9 +340,11 @@ class DomainScheduler:
 
     def state_dict(self, undo: bool) -> dict[str, Any]:
         undelivered = sorted(self._undelivered(undo), key=lambda live: live.number)
-        live = [(one.row, one.number, one.batches_requested, one.digest) for one in undelivered]
-        put_back = [(one.row, one.group, one.batches_requested, one.digest) for one in self._put_back]
-        unfinished = [dict(zip(("row", "group", "asked", "digest"), one, strict=True)) for one in [*live, *put_back]]
+        live = [(one.row, one.number, one.batches_requested) for one in undelivered]
+        groups = [*live, *((one.row, one.group, one.batches_requested) for one in self._put_back)]
+        indices = {row[1] for row, *_ in groups}
+        self._digests = {index: self._digests.get(index) or self._domain.prompts[index].digest for index in indices}
+        unfinished = [{"row": row, "group": group, "asked": asked, "digest": self._digests[row[1]]} for row, group, asked in groups]
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> list[int]:
@@ -358,7 +359,7 @@ class DomainScheduler:
             if samples and digest not in (None, self._domain.prompts[index].digest):
                 changed.append(one["group"])
                 samples = {}
-            self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], digest, samples))
+            self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], samples))
         return changed
 
     def reached(self, number: int) -> dict[int, Unfinished]:

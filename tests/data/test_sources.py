@@ -80,7 +80,7 @@ def test_cells_of_csv_are_as_written(tmp_path: Path, cell: str) -> None:
     assert contents(tmp_path / "rows.csv") == [
         {"prompt": "one", "answer": cell},
         {"prompt": "two", "answer": "2.5"},
-        {"prompt": None, "answer": None},
+        {"prompt": "", "answer": ""},
     ]
     (tmp_path / "rows.csv").write_text(f"answer\n{cell}\n")
     assert contents(tmp_path / "rows.csv") == [{"answer": cell}], "no row beside it"

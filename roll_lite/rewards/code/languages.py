@@ -92,8 +92,6 @@ def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
         code, indent, tag = block["code"], block["indent"], block["tag"].lower()
         if indent and code.lstrip("\r\n").startswith(indent):
             code = re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE)
-        glued = None if block["end"] else re.search(rf"(?<=\S){block['fence']}[ \t]*$", code, re.MULTILINE)  # print(1)```
-        code = code[: glued.start()] if glued else code
-        if block["end"] or (code and tag and (glued or not ends_early)):
+        if block["end"] or (code and tag and not ends_early):
             found.append((code, ALIASES.get(tag, tag)))
     return found

@@ -17,12 +17,14 @@ FUNCTIONS = r"(?:a|arc)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|log|ln|exp|pi|max|min
 NO_WORDS = re.compile(rf"\\text\{{[^{{}}]*\}}|\\(?:begin|end)\{{[a-z]+\*?\}}|\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTIONS})(?![A-Za-z])")
 NO_FORMULA = re.compile(rf"{DELIMITED.pattern}|\A[A-Z]:\s")
 LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{D}(?:/\d+)?(?:\s*\\?%)?")
-NOUN = r"(?:\b(?:the|final|correct|my|our)[\s*]+answer|\banswer(?=[\s*`]*is\b|[ \t]*[^\w \t$\\,.(]))\b"  # no verb: to answer 60 questions
-STATED = re.compile(rf"(?:#{{4}}|{NOUN}[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+", re.IGNORECASE)
+NO_VERB = r"(?<!\bto )(?<!must )(?<!can )(?<!could )(?<!should )(?<!would )(?<!will )(?<!not )"  # to answer 60 questions
+STATED = re.compile(
+    rf"(?:#{{4}}|{NO_VERB}\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+", re.IGNORECASE
+)
 LETTER = rf"(?<![A-Za-z])(?:{FUNCTIONS}|[A-Za-z])(?![A-Za-z])"
 GROUP = r"[(\[](?:\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[^()\[\]A-Za-z\n\\$]){1,80}[)\]]"
 ATOM = rf"(?:0[xob][\da-fA-F]+|\d+_\{{?\d+\}}?|{D}|\\(?!boxed)[A-Za-z]+(?:\{{[^{{}}\n]*\}})*|\\[%$]|{GROUP}|[½⅓⅔¼¾π√∞%$€£]|{LETTER})"
-SIGNS = r"(?:[ \t]*[-+*/^=<>_×·÷≤≥≠≈±°!{}|]|(?<=\d)(?::| : )(?=\d))+[ \t]*"
+SIGNS = r"(?:[ \t]*[-+*/^=<>_×·÷≤≥≠≈±°!{}|]|(?<=\d)[ ]?:(?=[ ]?\d))+[ \t]*"
 RUN = re.compile(
     r"\$\$.+?\$\$|\$(?!\s)[^$\n]*[^$\s\\]\$(?!\d)|\\\(.+?\\\)|\\\[.+?\\\]"
     rf"|(?<![\w^.])(?<!boxed{{)[-+±({{√$€£]*{ATOM}(?:{SIGNS}(?={ATOM}|\()|{ATOM}|(?<=[\d}}])[ \t]+(?=[\d\\½⅓⅔¼¾]))*[!%°)\]}}]*",
@@ -31,11 +33,12 @@ RUN = re.compile(
 OR = r"(?:\b(?:or|and|alternatively|maybe|perhaps|possibly|even|else)\b|[或和,;.])"
 JOINED = re.compile(rf"[\s*]*(?:[A-Za-z]+\W+(?=or\b))?(?:{OR}[\s,]*)+", re.IGNORECASE)
 DENIED = re.compile(
-    r"(?:\b(?:not|never|cannot|neither|other\s+than|rather\s+than|anything\s+but)\b|n['’]t\b|不是|不等于)\s*(?:[a-z]+\s+){0,3}[$(*`]*\Z",
+    r"(?:\b(?:not|never|cannot|neither|other\s+than|rather\s+than|anything\s+but)\b|n['’]t\b|не\b|不是|不等于)\s*(?:[a-z]+\s+){0,3}[$(*`]*\Z",
     re.IGNORECASE,
 )
+FOREIGN_SCALE = "или|тыс|млн|млрд|трлн|миллион|миллиард|триллион|в квадрате|в кубе|लाख|करोड़|हज़ार|हजार|ألف|مليون|مليار|พัน|หมื่น|แสน|ล้าน|또는"
 CHANGES = re.compile(
-    rf"\s*(?:{SCALE}|\(\s*\\?p?mod\b|(?:over|plus|minus|times|divided|out\s+of|thirds?|fifths?|squared|cubed|factorial|to\s+the\b[^.]*\bpower|and\s+an?\s+half"
+    rf"\s*(?:{SCALE}|{FOREIGN_SCALE}|\(\s*\\?p?mod\b|(?:over|plus|minus|times|divided|out\s+of|thirds?|fifths?|squared|cubed|factorial|to\s+the\b[^.]*\bpower|and\s+an?\s+half"
     r"|(?:in|for|per|each|every)\s+(?:every\s+)?\d+\W*\Z|(?:less|more|fewer|greater|smaller|higher|lower)\s+than\s+(?=[$\\(\d+-]|[b-hj-z]\b))\b"
     r"|[-+*/^=<>≈±×·÷]\s*[\d(\\$.])[^\n.]*",
     re.IGNORECASE,
@@ -54,7 +57,6 @@ def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
     boxes = [] if tagged is None and extract == "tagged" else last_boxes(text if tagged is None else tagged)
     if in_words or extract == "boxed" or tagged is not None:
         boxes = boxes[-1:]
-    boxes = _different(boxes)
     place = ", ".join(box.strip() for box in boxes) or tagged
     if place is None and extract != "auto":
         return ""
@@ -92,11 +94,8 @@ def _in_text(text: str, runs: list[tuple[int, int]]) -> str:
     last = unit.end() if unit else end
     changed = CHANGES.match(text, last)
     items[-1] += text[end : changed.end() if changed else last]
-    return ", ".join(map(unwrapped, _different(items)))
-
-
-def _different(items: list[str]) -> list[str]:
-    return items if len(items) < 2 else list({without_form(item): item for item in reversed(items)}.values())[::-1]
+    different = {without_form(item): item for item in reversed(items)}
+    return ", ".join(map(unwrapped, reversed(different.values())))
 
 
 def _runs(text: str) -> list[tuple[int, int]]:

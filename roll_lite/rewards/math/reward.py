@@ -132,6 +132,8 @@ def _verdict(gold: Reference, answer: str) -> str:
         return "no answer found"
     if gold.words:
         return EQUAL if _in_words(answer) == gold.words else DIFFERENT
+    if not gold.items and len(set(answer.split(", "))) == 1:  # the same in several boxes
+        answer = answer.split(", ")[0]
     left = list_of(answer) if gold.items else []
     if gold.items and (len(left) > 1 or not gold.parsed):
         for item in gold.items:

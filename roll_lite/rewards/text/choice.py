@@ -122,7 +122,7 @@ DENIED = re.compile(
     rf"|[不别非]\s*选?\s*{X}"
 )
 IS = r"(?:\bis|['’]s|\b(?:would|must|will)\s+be|(?<!⟧)(?:[:=→⇒]|[-=]>|[-–—](?=\s)))"
-HEDGE = r"(?:[\s.;]*(?:[,/&或和]|\b(?:or|and|but|alternatively|maybe|perhaps|possibly)\b))++\s*(?:(?:option|choice)\b\s*)?"
+HEDGE = r"(?:[\s.;]*(?:[,/&或和]|\b(?:or|and|but|alternatively|maybe|perhaps|possibly)\b))++\s*(?:(?:option|choice|letter|statement)\b\s*)?"
 DISCUSSED = r"\s*(?:is|was|are|can|cannot|does|would|being)\b"
 POSSIBLE = r"\s+(?:is|(?:may|might|could)\s+be)\s+(?:also|equally)\s+(?:possible|correct|right|true)\b"
 STATED = re.compile(

@@ -256,8 +256,6 @@ def test_extraction() -> None:
     assert extract_code("plain", "auto") == ("plain", "") and extract_code("plain", "fenced") is None
     assert extract_code("```python\ncut off", "auto") == ("cut off", "python") and extract_code("  ", "auto") is None
     assert extract_code("x = 1\n```\nThat was it.", "auto") is None and extract_code("```python\n", "auto") is None
-    for tail in ("", "\n", " \nIt uses ```print```.\n"):
-        assert extract_code(f"So:\n```python\nx = 1\nprint(x)```{tail}", "auto", ends_early=True) == ("x = 1\nprint(x)", "python")
     assert extract_code("```\nx\n```", "whole") == ("```\nx\n```", "")
 
 
