@@ -289,9 +289,9 @@ def test_a_checkpoint_knows_the_one_under_way(tmp_path: Path, monkeypatch: pytes
     assert pipeline.state_dict()["validation"] is None
 
 
-@pytest.mark.parametrize(("collects", "is_lost"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("collects", "lost"), [(True, None), (False, None), (True, 2), (True, 4)])
 def test_a_preempted_run_saves_its_last_step_with_what_is_under_way_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collects: bool, is_lost: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collects: bool, lost: int | None
 ) -> None:
     source, saved = Source(looks=100), list[Any]()
     pipeline = pipeline_of(tmp_path, source, monkeypatch, ASYNC)
@@ -308,14 +308,14 @@ def test_a_preempted_run_saves_its_last_step_with_what_is_under_way_now(
         monkeypatch.setattr(source, name, call, raising=False)
     for name, call in {"save": lambda *given: saved.append(given[1:]), "upload_last": lambda _: None}.items():
         monkeypatch.setattr(pipeline.checkpoints, name, call, raising=False)
-    if is_lost:  # with the rollout service, which is starting again
-        pipeline.recovery.lost_validation = 2
+    if lost is not None:  # with the rollout service, which is starting again; 4: the run goes back to step 3
+        pipeline.recovery.lost_validation = lost
     else:
         pipeline.validate(2)
     monkeypatch.setattr(WATCHDOG, "preempted_at", time.monotonic())
     pipeline.save_before_the_end()
     rollouts = {"batches": 3, "groups": "new" if collects else "old"}
-    assert saved == [(rollouts, {"steps_done": 3, "validation": 2}, b"samples" if collects else b"")]
+    assert saved == [(rollouts, {"steps_done": 3, "validation": None if lost == 4 else 2}, b"samples" if collects else b"")]
 
 
 @pytest.mark.parametrize(
