@@ -281,6 +281,7 @@ def test_a_step_trains_and_sends_adapters_alone() -> None:
     assert sums[1] == pytest.approx(sums[0] * count / 7_615_616_512)
     # without recomputation three and two passes through layers, and the logits once more
     assert model.flops(0, 3) - model.flops(0, 2) == model.flops(0) and lora.flops < 0.7 * whole.flops
+    assert model.flops(4000, 3) - model.flops(0, 3) == model.flops(4000, 2) - model.flops(0, 2), "scores and values are not frozen"
     moe = public("Qwen/Qwen3-30B-A3B")
     for found, experts in ((model, 1), (moe, 1), (moe, 8)):
         shapes = adapter_shapes(weight_shapes(found.hf), alone.actor_train.lora.targets, 16)
