@@ -639,7 +639,8 @@ def test_no_resumption_where_none_was_asked_for(config: RunConfig, tmp_path: Pat
 def test_the_last_step_leaves_a_checkpoint_where_there_are_any(every: int, saved: list[int]) -> None:
     pipeline = MagicMock(refresh=None)
     pipeline.checkpoints.copy_every = 2
-    pipeline.config.checkpoint.every, pipeline.config.steps, pipeline.config.validation.every = every, 5, 0
+    pipeline.config.checkpoint.every, pipeline.last_step = every, 5
+    pipeline.save_and_validate = lambda: RLVRPipeline.save_and_validate(pipeline)
     pipeline.due = lambda number: RLVRPipeline.due(pipeline, number)
     steps, copied = [], []
     pipeline.save_checkpoint = lambda: steps.append(pipeline.steps_done)
