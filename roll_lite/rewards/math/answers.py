@@ -5,9 +5,9 @@ import string
 from typing import Literal
 
 from roll_lite.data.boxes import plain_boxes
-from roll_lite.rewards.answer_extraction import last_boxes, last_tagged
+from roll_lite.rewards.answer_extraction import HAN, SCRIPTS, last_boxes, last_tagged
 from roll_lite.rewards.math.equality import NUMERAL, sides
-from roll_lite.rewards.math.quantities import DELIMITED, FOREIGN, KNOWN, SCALE, D, quantity, unwrapped
+from roll_lite.rewards.math.quantities import DELIMITED, KNOWN, SCALE, D, quantity, unwrapped
 
 Extract = Literal["auto", "boxed", "tagged", "number"]
 
@@ -17,9 +17,12 @@ FUNCTIONS = r"(?:a|arc)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|log|ln|exp|pi|max|min
 NO_WORDS = re.compile(rf"\\text\{{[^{{}}]*\}}|\\(?:begin|end)\{{[a-z]+\*?\}}|\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTIONS})(?![A-Za-z])")
 NO_FORMULA = re.compile(rf"{DELIMITED.pattern}|\A[A-Z]:\s")
 LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{D}(?:/\d+)?(?:\s*\\?%)?")
-NO_VERB = r"(?<!\bto )(?<!must )(?<!can )(?<!could )(?<!should )(?<!would )(?<!will )(?<!not )"  # to answer 60 questions
+VERB = (  # to answer 60 questions
+    r"(?:(?<=\bto )|(?<=must )|(?<=can )|(?<=could )|(?<=should )|(?<=would )|(?<=will )|(?<=not ))answer\s+\d+(?:[.,]\d+)*\s+"
+    r"(?!(?:and|as|because|by|for|from|if|in|or|since|so|which)\b)[a-z]"
+)
 STATED = re.compile(
-    rf"(?:#{{4}}|{NO_VERB}\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+", re.IGNORECASE
+    rf"(?:#{{4}}|(?!{VERB})\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+", re.IGNORECASE
 )
 LETTER = rf"(?<![A-Za-z])(?:{FUNCTIONS}|[A-Za-z])(?![A-Za-z])"
 GROUP = r"[(\[](?:\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[^()\[\]A-Za-z\n\\$]){1,80}[)\]]"
@@ -36,6 +39,7 @@ DENIED = re.compile(
     r"(?:\b(?:not|never|cannot|neither|other\s+than|rather\s+than|anything\s+but)\b|n['’]t\b|не\b|不是|不等于)\s*(?:[a-z]+\s+){0,3}[$(*`]*\Z",
     re.IGNORECASE,
 )
+FOREIGN = re.compile(rf"(?!\d)[{SCRIPTS}]|[Ͱ-Ͽ]{{4}}")
 FOREIGN_SCALE = "или|тыс|млн|млрд|трлн|миллион|миллиард|триллион|в квадрате|в кубе|लाख|करोड़|हज़ार|हजार|ألف|مليون|مليار|พัน|หมื่น|แสน|ล้าน|또는"
 CHANGES = re.compile(
     rf"\s*(?:{SCALE}|{FOREIGN_SCALE}|\(\s*\\?p?mod\b|(?:over|plus|minus|times|divided|out\s+of|thirds?|fifths?|squared|cubed|factorial|to\s+the\b[^.]*\bpower|and\s+an?\s+half"
@@ -63,7 +67,8 @@ def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
     inside = (text if place is None else place).strip()
     if in_words:
         return STATED.split(inside)[-1].split("\n")[0].strip()
-    if len(boxes) > 1 or is_formula(inside):
+    is_sentence = place is None and FOREIGN.search(NO_WORDS.sub(" ", inside))
+    if len(boxes) > 1 or (is_formula(inside) and not is_sentence):
         return inside
     runs = _runs(inside := inside[-SEARCHED:])
     if place is None or STATED.search(inside) or (len(runs) == 1 and not re.search(r"\w", inside[: runs[0][0]])):
@@ -117,9 +122,9 @@ def _is_balanced(text: str) -> bool:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Words of at least `shortest` letters, and foreign letters, except function names and LaTeX commands. Unless `shortest` is 2,
+    """Words of at least `shortest` letters, and Chinese characters, except function names and LaTeX commands. Unless `shortest` is 2,
     "and", "for" and alphabet runs are excluded too: xyz may be a product."""
-    found = re.findall(rf"[A-Za-z]{{{shortest},}}|[Ͱ-Ͽ]{{4,}}|{FOREIGN}", NO_WORDS.sub(" ", text))
+    found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from roll_lite.rewards.answer_extraction import HAN, QUAD, SCRIPTS, narrow
+from roll_lite.rewards.answer_extraction import HAN, QUAD, narrow
 
 LONGEST = 1000
 CLEANED = str.maketrans({**dict.fromkeys("−–‐‑‒﹣－", "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " "), "％": "%"})
@@ -64,14 +64,12 @@ for _prefix, _power in PREFIXES.items():
     KNOWN |= {_prefix.split()[len(one) > 3] + one: (KNOWN[one][0], KNOWN[one][1] * Fraction(10) ** _power) for one in METRIC.split()}
 SCALE = "(?:[百万亿萬億백천만억]|千(?![克米瓦卡焦升]))"  # not 千克, kilogram
 NO_UNIT_WORD = re.compile(
-    rf".*(?:{SCALE}|[半的の兆京仟打]|以[上下内]|分之|平方\Z|次方|또는|아님).*|"
+    rf".*(?:{SCALE}|[半的の兆京仟打]|以[上下内]|分之|平方\Z|次方).*|"
     r"(?:squared|cubed|factorial|sin|cos|tan|log|exp|sqrt|pi|and|or|nor|not|but|plus|minus|times|over|divided|out|than|either|maybe|perhaps"
     r"|mod|(?:third|fif|four|six|seven|eigh|nin)(?:th)?s?|one|two|three|five|eight|nine|ten)",
     re.IGNORECASE,
 )
-FOREIGN = rf"(?:(?!\d)[{SCRIPTS}])"
-EASTERN = rf"[{HAN}\uac00-\ud7a3]"  # of other scripts, words such as тысяч (thousand) are no units
-LETTERS = rf"(?:{EASTERN}|(?![×÷])[A-Za-zµÀ-ɏ°$€£¥₹¢])"
+LETTERS = rf"(?:[{HAN}]|(?![×÷])[A-Za-zµÀ-ɏ°$€£¥₹¢])"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
 Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
 """(kinds, size). `kinds`: set of (kind, exponent), such as ("length", 2) for an area; None without a unit or if unknown (apples). `size`:
@@ -165,7 +163,7 @@ def split_unit(text: str) -> tuple[str, Unit, Fraction]:
         return text, NO_UNIT, Fraction(1)
     in_text = " ".join(TEXT.findall(text))
     for index, word in enumerate(re.findall(f"{LETTERS}+", found[2])):
-        is_apart = ((index > 0 or found[1] != "") and len(word) > 2) or re.match(EASTERN, word)
+        is_apart = ((index > 0 or found[1] != "") and len(word) > 2) or re.match(f"[{HAN}]", word)
         if not known(word) and (NO_UNIT_WORD.fullmatch(word) or not (is_apart or word in in_text)):
             return text, NO_UNIT, Fraction(1)
     return before, *_unit_of(found[2])
