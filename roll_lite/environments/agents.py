@@ -229,7 +229,7 @@ def command_agent(command: Sequence[str]) -> Agent:
         )
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         printed, told = bytearray(), bytearray()
-        reading = [asyncio.create_task(_read(*one)) for one in ((process.stdout, printed), (process.stderr, told))]
+        reading = [asyncio.create_task(_keep_end(*one)) for one in ((process.stdout, printed), (process.stderr, told))]
         ended = asyncio.create_task(process.wait())
         try:
             try:
@@ -255,7 +255,7 @@ def command_agent(command: Sequence[str]) -> Agent:
     return run
 
 
-async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
+async def _keep_end(stream: asyncio.StreamReader, kept: bytearray) -> None:
     while block := await stream.read(OUTPUT_BYTES):
         kept += block
         del kept[:-OUTPUT_BYTES]

@@ -46,15 +46,19 @@ def kept_between(value: str, above: float | None, below: float | None) -> Cause:
     return cause
 
 
+class FilterFailed(ValueError):
+    """Error of a user's filter."""
+
+
 def kept_by(function: Callable[[SampleGroup], bool], name: str) -> Cause:
     def cause(group: SampleGroup) -> LeftOut | None:
         what = f"rollout.filter.name: {name}, asked for a group of domain {group.domain},"
         try:
             keeps = function(group)
         except Exception as error:  # a process edge: the code is the user's
-            raise ValueError(f"{what} raised {type(error).__name__}: {error}") from error
+            raise FilterFailed(f"{what} raised {type(error).__name__}: {error}") from error
         if keeps not in (True, False):
-            raise ValueError(f"{what} returned {keeps!r:.80}; it has to say True (the group trains) or False")
+            raise FilterFailed(f"{what} returned {keeps!r:.80}; it has to say True (the group trains) or False")
         return None if keeps else LeftOut(FUNCTION, name)
 
     return cause

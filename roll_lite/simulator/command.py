@@ -66,8 +66,8 @@ def answer(config: RunConfig, asked: argparse.Namespace) -> int:
     sys.stdout.write(f"{table_of_runs([outcome, *others])}\n\n{NOTES}\n")
     if asked.compare and chosen.takes_turns:
         sys.stdout.write(f"\n{TAKES_TURNS}\n")
-    if others and not all(one.error for one in (outcome, *others)):
-        sys.stdout.write(f"\n{advice([outcome, *others])}\n")
+    if others and (best := advice([outcome, *others])):
+        sys.stdout.write(f"\n{best}\n")
     if asked.picture is not None:
         draw_engines(asked.picture, [outcome], [f"{config.experiment}: {chosen.policy}, {engines(chosen)}"], asked.color)
         sys.stdout.write(f"\npicture: {asked.picture}\n")

@@ -41,7 +41,9 @@ def table_of_runs(outcomes: Sequence[SimulatedRun]) -> str:
 
 def advice(outcomes: Sequence[SimulatedRun]) -> str:
     """Name the run with the fewest engines, then the least staleness, among runs about as fast as the fastest."""
-    outcomes = [outcome for outcome in outcomes if not outcome.error]
+    outcomes = [outcome for outcome in outcomes if outcome.steps and not outcome.error]
+    if not outcomes:
+        return ""
     best = min(outcome.step_s for outcome in outcomes)
     chosen = min(
         (outcome for outcome in outcomes if outcome.step_s <= best * ABOUT_AS_FAST),

@@ -14,7 +14,7 @@ from typing import Any
 from roll_lite.data.samples import Sample, SampleGroup, SampleOutcome
 from roll_lite.scheduler.domain import DataExhausted, DomainFailed
 from roll_lite.scheduler.engines import leaving
-from roll_lite.scheduler.filters import filter_of
+from roll_lite.scheduler.filters import FilterFailed, filter_of
 from roll_lite.scheduler.router import NoEngineLeft, Router
 from roll_lite.scheduler.service import RolloutResult, RolloutService
 from roll_lite.scheduler.supply import least_early, pacing_of
@@ -185,7 +185,7 @@ class _Simulation:
                 await self.step()
         except DataExhausted:
             self.outcome.exhausted = True
-        except (DomainFailed, NoEngineLeft, ValueError) as error:  # ValueError: of a user's filter
+        except (DomainFailed, NoEngineLeft, FilterFailed) as error:
             self.outcome.error = str(error)
         finally:
             await self.close()

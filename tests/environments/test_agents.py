@@ -154,7 +154,7 @@ ask(task["messages"])
     try:
         assert isinstance(end, Failed), end
         await asyncio.sleep(0.2)
-        assert not [task for task in asyncio.all_tasks() if "_read" in repr(task)] and pipes() <= before
+        assert not [task for task in asyncio.all_tasks() if "_keep_end" in repr(task)] and pipes() <= before
     finally:
         psutil.Process(int((tmp_path / "agent.py.pid").read_text())).kill()
 

@@ -51,10 +51,8 @@ class Viewer:
 
     def __init__(self, places: Sequence[Path]) -> None:
         self._places = places
-        self._runs: dict[str, Run] = {}
+        self._runs = {name: Run(name, folder) for name, folder in find_runs(places).items()}  # later a place may be empty
         self._lock = threading.Lock()
-        find_runs(places)  # later a place may be empty
-        self.runs()
 
     def runs(self) -> list[dict[str, Any]]:
         """Return the states of all runs, and start updating opened indexes in the background."""
