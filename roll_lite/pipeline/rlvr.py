@@ -300,7 +300,7 @@ class RLVRPipeline:
     def save_and_validate(self) -> None:
         saves = self.due(self.config.checkpoint.every) or (self.config.checkpoint.every > 0 and self.steps_done == self.last_step)
         self.compare_replicas(saves)
-        if saves:
+        if saves and self.steps_done:
             self.save_checkpoint()
         if self.due(self.checkpoints.copy_every):
             self.copy_state()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
-from math import inf, lcm
+from math import lcm
 from typing import Any
 
 from roll_lite.data.prompts import SAME_DATA, PromptOrder
@@ -172,8 +172,8 @@ class MixedOrder:
         self._mix = self._mix_left()
 
     def _mix_left(self) -> DomainMix:
-        most = inf if self._epochs is None else self._epochs
-        return DomainMix({name: share for name, share in self._shares.items() if self._orders[name].next_epoch < most})
+        goes_on = {name for name, order in self._orders.items() if self._epochs is None or order.next_epoch < self._epochs}
+        return DomainMix({name: share for name, share in self._shares.items() if name in goes_on})
 
     @property
     def epoch(self) -> int:

@@ -259,9 +259,9 @@ def test_one_of_an_earlier_step_that_a_loss_interrupts_runs_once(tmp_path: Path,
 
 
 @pytest.mark.parametrize("overrides", [[], [ASYNC]])
-@pytest.mark.parametrize(("last", "held_out"), [(2, [0, 2]), (3, [0, 2, 3]), (0, [0])])
+@pytest.mark.parametrize(("last", "held_out", "saves"), [(2, [0, 2], [2, 2]), (3, [0, 2, 3], [2, 3]), (0, [0], [])])
 def test_a_run_without_further_prompts_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, held_out: list[int], overrides: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, held_out: list[int], saves: list[int], overrides: list[str]
 ) -> None:
     pipeline, saved = pipeline_of(tmp_path, Source(looks=9), monkeypatch, "checkpoint.every=2", *overrides), list[int]()
     exported = list[int]()
@@ -277,7 +277,7 @@ def test_a_run_without_further_prompts_is_complete(
     monkeypatch.setattr(pipeline, "compare_replicas", lambda _: None)
     monkeypatch.setattr(pipeline, "save_checkpoint", lambda: saved.append(pipeline.steps_done))
     pipeline.run()
-    assert exported == [last] and saved[-1] == last and [step for step, *_ in told(tmp_path)] == held_out
+    assert exported == [last] and saved == saves and [step for step, *_ in told(tmp_path)] == held_out
 
 
 def test_a_checkpoint_knows_the_one_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

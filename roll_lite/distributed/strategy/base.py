@@ -36,7 +36,7 @@ from roll_lite.files import FileRecord, flush, record
 from roll_lite.observability.device_memory import PeaksByPhase
 
 GROUP_TIMEOUT = timedelta(days=7)
-"""Longer than any of `limits`, which find hangs."""
+"""Longer than default `limits`, which find hangs."""
 
 # ---------------------------------------------------------------- training
 
