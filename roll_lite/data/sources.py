@@ -129,8 +129,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     with path.open("rb") as file:
         is_list = path.suffix == ".json" and file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
     if is_list:
+        checked = _if_text if _SURROGATE.search(path.read_bytes()) else _if_object
         for number, row in enumerate(read_json(path), start=1):
-            yield number, _if_text(row)
+            yield number, checked(row)
         return
     with path.open("rb") as lines:  # bytes, so that invalid UTF-8 is an error of its line only
         for number, line in enumerate(lines, start=1):

@@ -29,7 +29,7 @@ class SupervisedRows:
         if all(is_full):
             raise ValueError(f"algorithm.ptx.max_tokens: all prompts have {config.max_tokens} tokens or more, no answer has room; use more")
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
-        self._places = [self._order.state_dict()]
+        self._before = self._order.state_dict()
 
     def notes(self) -> list[str]:
         full, rows = len(self._full), len(self._prompts)
@@ -52,10 +52,8 @@ class SupervisedRows:
 
     def shares(self, updates: int, ranks: int, attention_parity_tokens: float) -> list[list[DataProto]]:
         """Draw the rows of `updates` optimizer steps, each split over the ranks at about equal cost: [rank][step]."""
-        drawn, self._places = [], [self._order.state_dict()]
-        for _ in range(updates):
-            drawn.append(self.draw())
-            self._places.append(self._order.state_dict())
+        self._before = self._order.state_dict()
+        drawn = [self.draw() for _ in range(updates)]
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_parity_tokens), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
@@ -66,8 +64,9 @@ class SupervisedRows:
 
     def take_back(self, made: int) -> None:
         """Take back the rows of the last `shares` after its first `made` steps."""
-        if made < len(self._places) - 1:
-            self._order.load_state_dict(self._places[made])
+        self._order.load_state_dict(self._before)
+        for _ in range(made * self._config.samples):
+            self._next()
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids of a row, and mask of tokens to learn: answer and end of sequence; without answer column: all."""
