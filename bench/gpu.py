@@ -178,7 +178,7 @@ def train(chosen: argparse.Namespace) -> dict[str, float]:
         step, forward, lengths, micro_batches = work_of(strategy, chosen)
         seconds, passed = seconds_of(step, chosen.rounds), seconds_of(forward, 1)
         peak = torch.cuda.max_memory_allocated() if device().type == "cuda" else 0
-        flops = 3 * strategy._hf.forward_flops(lengths, sum(lengths) - len(lengths))
+        flops = strategy._hf.flops(lengths, sum(lengths) - len(lengths), 3)
     ours, products = flops / seconds, product_flops(chosen.rounds)
     sheet = PhaseWork(torch.cuda.get_device_name()).peak_tflops if device().type == "cuda" else None
     return {

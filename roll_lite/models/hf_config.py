@@ -89,15 +89,17 @@ class HfConfig:
         # A token is multiplied with each matrix once, and with half of the row's tokens, on average, twice (scores, values).
         return self.hidden * self._weights_per_hidden / (self.heads * self.head_dim)
 
-    def forward_flops(self, lengths: Iterable[int], outputs: int) -> float:
-        """FLOPs of a forward pass for weights and causal attention only, without norms, softmax, embeddings and value head. `outputs`:
-        tokens that reach the output layer."""
+    def flops(self, lengths: Iterable[int], outputs: int, passes: int = 1) -> float:
+        """FLOPs of a forward pass or, with training_passes, of training: weights and causal attention, without norms, softmax, embeddings
+        and value head. `outputs`: tokens that reach the output layer."""
         tokens = pairs = 0
         for length in lengths:
             near = min(length, self.window or length)
             tokens += length
             pairs += near * (2 * length - near + 1) // 2
-        return tokens * self.token_flops(pairs / max(tokens, 1)) + 2 * outputs * self.hidden * self.vocab_size
+        weights = tokens * self.token_flops(0) + 2 * outputs * self.hidden * self.vocab_size
+        attention = tokens * (self.token_flops(pairs / max(tokens, 1)) - self.token_flops(0))
+        return passes * weights + (1 if passes == 1 else 3) * attention  # attention has no weights that LoRA freezes
 
     def token_flops(self, seen: float) -> float:
         """FLOPs of one token that attends to `seen` tokens, without the output layer."""

@@ -134,7 +134,7 @@ def gpu_environment(
             "NCCL_CUMEM_ENABLE": symmetric or arguments.get("moe_a2a_backend") == "deepep_v2",
             "NCCL_NVLS_ENABLE": symmetric or bool(arguments.get("enable_nccl_nvls")),
         }
-        chosen = {name: "1" if is_needed else chosen.get(name, "0") for name, is_needed in needed.items()}
+        chosen |= {name: "1" if is_needed else chosen.get(name, "0") for name, is_needed in needed.items()}
     section = roles(config).get(role)
     if not isinstance(section, ForwardRoleConfig | RewardModelConfig):
         return chosen

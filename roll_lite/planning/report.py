@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
@@ -39,16 +39,13 @@ from roll_lite.planning.architecture import Architecture, find, of_scorer
 from roll_lite.planning.memory import GIB, PhaseMemory, by_phase, cached_tokens, engine_memory, memory_of_roles, optimizer_bytes
 from roll_lite.planning.time import DEVICES, Device, StepTime, step_time, under_each_supply
 from roll_lite.simulator.report import table_of_runs
+from roll_lite.simulator.simulation import SimulatedRun
 
 LISTED, TRIED = 5, 80
 UNDIVIDED = {
-    "tensor_parallel": 1,
-    "sequence_parallel": False,
-    "pipeline_parallel": 1,
-    "virtual_pipeline_parallel": 1,
-    "pipeline_layers": None,
-    "context_parallel": 1,
-    "expert_parallel": 1,
+    name: field.default
+    for name, field in MegatronStrategyConfig.model_fields.items()
+    if name.endswith("_parallel") or name == "pipeline_layers"
 }  # before a layout is tried: the configuration's own may need more devices
 
 
@@ -224,15 +221,11 @@ def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
     runs = under_each_supply(plan.time.scenario)
     advice = list(remedies(config, model, device, plan.phases)) if plan.problems else []
     if parsed.json:
-        supplies = {
-            one.scenario.policy: {"step_s": one.step_s, "staleness": one.staleness} if one.steps else {"error": one.early_end}
-            for one in runs
-        }
         times = {name: {"seconds": one.seconds, **asdict(one)} for name, one in plan.time.phases.items()}
         memory, phases = {name: asdict(one) for name, one in plan.memory.items()}, [asdict(one) for one in plan.phases]
         numbers = {"problems": plan.problems, "memory_bytes": memory, "phases": phases, "times": times, "cached_tokens": plan.cached_tokens}
         numbers |= {"engine_share": plan.time.engine_share, "estimate_s": plan.time.estimate_s}
-        sys.stdout.write(json.dumps({**numbers, "model": model.name, "supplies": supplies, "advice": advice}) + "\n")
+        sys.stdout.write(json.dumps({**numbers, "model": model.name, "supplies": _supplies(runs), "advice": advice}) + "\n")
         return bool(plan.problems)
     share = f"engines and trainer take equally long with {plan.time.engine_share:.0%} of the devices for engines"
     if not trains(config):
@@ -279,6 +272,12 @@ def _tables(plan: Plan) -> tuple[str, str, str]:
     )
 
 
+def _supplies(runs: Sequence[SimulatedRun]) -> dict[str, Any]:
+    return {
+        one.scenario.policy: {"step_s": one.step_s, "staleness": one.staleness} if one.steps else {"error": one.early_end} for one in runs
+    }
+
+
 def _print(plans: list[Plan], model: Architecture, parsed: Any) -> int:
     rows = []
     for one in plans:
@@ -289,8 +288,13 @@ def _print(plans: list[Plan], model: Architecture, parsed: Any) -> int:
         layout = [clusters["actor_train"].layout, clusters["actor_infer"].layout, actor.strategy.recompute, str(actor.in_training[0])]
         rows.append([devices, *layout, one.config.rollout.supply, fullest, f"{one.time.estimate_s:.1f}"])
     header = ["trainer | engines", "layout", "engines", "recompute", "micro-batch tokens", "supply", "fullest GiB", "step s"]
+    runs = under_each_supply(plans[0].time.scenario) if plans else []
     if parsed.json:
-        sys.stdout.write(json.dumps([dict(zip(header, row, strict=True)) for row in rows]) + "\n")
+        found: list[dict[str, Any]] = [dict(zip(header, row, strict=True)) for row in rows]
+        found[:1] = [{**one, "supplies": _supplies(runs)} for one in found[:1]]
+        sys.stdout.write(json.dumps(found) + "\n")
+    elif rows:
+        sys.stdout.write(f"{table(header, rows)}\n\nthe first of them, simulated:\n{table_of_runs(runs)}\n")
     else:
-        sys.stdout.write(f"{table(header, rows) if rows else f'{model.name}: no layout tried fits on {parsed.search} {parsed.device}'}\n")
+        sys.stdout.write(f"{model.name}: no layout tried fits on {parsed.search} {parsed.device}\n")
     return not rows

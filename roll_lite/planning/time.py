@@ -235,8 +235,7 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured `rollout.supply`. Unless engines and trainer share devices or nothing trains, also simulate
-    other supplies."""
+    """Simulate the configured `rollout.supply` and, if engines have their own devices and something trains, others."""
     alone = scenario.takes_turns or not scenario.trainer.token_s
-    supplies = [one for one in SUPPLIES if not alone and one["supply"] != scenario.rollout.supply]
-    return [simulate(one) for one in [scenario, *map(scenario.under, supplies)]]
+    others = [] if alone else [one for one in map(scenario.under, SUPPLIES) if one.policy != scenario.policy]
+    return [simulate(one) for one in [scenario, *others]]

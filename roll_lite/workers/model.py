@@ -257,7 +257,7 @@ class ModelWorker(Worker):
         has_logits = "response_mask" in rows and not isinstance(self.spec.config, CriticRoleConfig)
         outputs = int(rows.ragged("response_mask").values.sum()) if has_logits else 0
         work.tokens += part * int(rows.lengths.sum())
-        work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs)
+        work.flops += part * self._architecture.flops(rows.lengths.tolist(), outputs, passes)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
         """Recompute each row's loss, by sample, after a skipped update; empty where `forward` returns None."""

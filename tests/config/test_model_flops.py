@@ -36,13 +36,18 @@ def test_torch_counts_the_same(name: str, lengths: list[int], tmp_path: Path) ->
     ours = read(tmp_path, **MODELS[name])
     config = AutoConfig.from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager")
     model = AutoModelForCausalLM.from_config(config).eval()
-    masked = 0
+    masked = 4 * ours.layers * ours.heads * ours.head_dim * sum(length * (length - 1) // 2 for length in lengths)
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         for length in lengths:
             model(torch.arange(length)[None], use_cache=False)
-            masked += length * (length - 1) // 2
-    needed = counted.get_total_flops() - masked * 4 * ours.layers * ours.heads * ours.head_dim
-    assert ours.forward_flops(lengths, sum(lengths)) == needed
+    assert ours.flops(lengths, sum(lengths)) == pytest.approx(counted.get_total_flops() - masked, rel=1e-12)
+    for passes in (2, 3):  # gradients of inputs alone, as under LoRA, or of weights, too
+        model.requires_grad_(passes == 3)
+        with FlopCounterMode(display=False) as counted:
+            for length in lengths:
+                given = model.get_input_embeddings()(torch.arange(length)[None]).detach().requires_grad_()
+                model(inputs_embeds=given, use_cache=False).logits.sum().backward()
+        assert ours.flops(lengths, sum(lengths), passes) == pytest.approx(counted.get_total_flops() - 3 * masked, rel=1e-12)
 
 
 def test_numbers_by_hand(tmp_path: Path) -> None:
@@ -51,20 +56,20 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     fields = {"model_type": "llama", "vocab_size": 7, "hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 1}
     model = read(tmp_path, **fields, num_attention_heads=2, num_key_value_heads=1)
     matrices, attention = 3 * 432, 6 * 2 * 8
-    assert model.forward_flops([3], 0) == 2 * (matrices + attention)
-    assert model.forward_flops([3], 2) == 2 * (matrices + attention + 2 * 8 * 7), "two of the tokens reach the output layer"
-    assert model.forward_flops([3, 3], 0) == 2 * model.forward_flops([3], 0) and model.forward_flops([], 0) == 0
+    assert model.flops([3], 0) == 2 * (matrices + attention)
+    assert model.flops([3], 2) == 2 * (matrices + attention + 2 * 8 * 7), "two of the tokens reach the output layer"
+    assert model.flops([3, 3], 0) == 2 * model.flops([3], 0) and model.flops([], 0) == 0
 
 
 def test_a_window_limits_attention(tmp_path: Path) -> None:
     """Tokens see 1, 2, 3, 3 and 3 tokens."""
     wide, narrow = (read(tmp_path, model_type="mistral", num_key_value_heads=2, sliding_window=size) for size in (5, 3))
     of_pair = 4 * wide.layers * wide.heads * wide.head_dim
-    assert wide.forward_flops([5], 5) - narrow.forward_flops([5], 5) == (15 - 12) * of_pair
+    assert wide.flops([5], 5) - narrow.flops([5], 5) == (15 - 12) * of_pair
 
 
 def test_a_seven_billion_model_takes_twice_its_weights_per_token(tmp_path: Path) -> None:
     """Qwen2.5-7B has 6.53 billion weights beside embeddings and output layer (its model card)."""
     fields = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
     model = read(tmp_path, model_type="qwen2", num_key_value_heads=4, **fields)
-    assert model.forward_flops([1], 0) == pytest.approx(2 * 6.53e9, rel=0.002)
+    assert model.flops([1], 0) == pytest.approx(2 * 6.53e9, rel=0.002)

@@ -59,6 +59,7 @@ ALLOCATED = {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_cached_s
         ("sglang", {}, {"NCCL_NVLS_ENABLE": "1"}, SGLANG | {"NCCL_NVLS_ENABLE": "1"}),
         ("vllm", {}, {"NCCL_CUMEM_ENABLE": "1"}, {"NCCL_CUMEM_ENABLE": "1"}),
         ("vllm", {}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+        ("sglang", {}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, SGLANG | {"VLLM_USE_V2_MODEL_RUNNER": "0"}),  # for judges
         ("sglang", {"enable_nccl_nvls": True}, {}, SGLANG | {"NCCL_NVLS_ENABLE": "1"}),
         ("sglang", {"enable_symm_mem": True}, SGLANG, dict.fromkeys(SGLANG, "1")),
         ("sglang", {"moe_a2a_backend": "deepep_v2"}, {}, SGLANG | {"NCCL_CUMEM_ENABLE": "1"}),

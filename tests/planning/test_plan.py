@@ -423,3 +423,5 @@ def test_a_search_lists_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     seconds = [float(one["step s"]) for one in found]
     assert len(found) == 5 and seconds == sorted(seconds)
+    assert len(found[0]["supplies"]) == (1 if found[0]["supply"] == "sync" else 4), found[0]
+    assert ["supplies" in one for one in found] == [True, False, False, False, False]

@@ -186,4 +186,4 @@ def test_the_ranks_of_a_replica_share_its_rows(role: Any, passes: int, tmp_path:
     work = PhaseWork(None)
     ModelWorker._count(worker, work, DataProto(rows), passes)
     outputs = 0 if isinstance(role, CriticRoleConfig) else 5
-    assert work.tokens == 5 and work.flops == passes * worker._architecture.forward_flops([4, 6], outputs) / 2
+    assert work.tokens == 5 and work.flops == worker._architecture.flops([4, 6], outputs, passes) / 2

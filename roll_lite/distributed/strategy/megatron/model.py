@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -30,6 +31,11 @@ ROTARY_STEP = 256
 COMPILED_VARIANTS = 64
 """Limit of torch.compile, beyond which a fused activation runs uncompiled. Single experts see 0, 1 and many tokens, with and without
 gradients: torch's default of 8 is too small."""
+
+
+def compile_rotary_embedding(backend: str = "inductor") -> None:
+    """Compile Megatron's rotary embedding. Unused with `apply_rope_fusion`."""
+    rope_utils._apply_rotary_pos_emb_bshd = torch.compile(rope_utils._apply_rotary_pos_emb_bshd, backend=backend)
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:

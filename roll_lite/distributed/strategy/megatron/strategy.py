@@ -52,7 +52,7 @@ from roll_lite.distributed.strategy.megatron.hf_load import load_adapters, load_
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
 from roll_lite.distributed.strategy.megatron.layers import chosen_parts
 from roll_lite.distributed.strategy.megatron.lora import Adapters
-from roll_lite.distributed.strategy.megatron.model import COMPILED_VARIANTS, RollModel, transformer_config
+from roll_lite.distributed.strategy.megatron.model import COMPILED_VARIANTS, RollModel, compile_rotary_embedding, transformer_config
 from roll_lite.distributed.strategy.megatron.model_io import KEPT, TEMPERATURE, ModelInput, check_outputs, model_inputs, outputs_of
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.parallel import join_groups, layout_multiples
@@ -89,6 +89,7 @@ class MegatronStrategy(TrainStrategy):
         self.device = take_local_device()
         if self.device.type == "cuda":
             torch._dynamo.config.recompile_limit = COMPILED_VARIANTS
+            compile_rotary_embedding()
         if spec.deterministic:
             torch.use_deterministic_algorithms(True)
         self.layout = replace(join_groups(self._config, spec.seed), attention_parity_tokens=self._hf.attention_parity_tokens)

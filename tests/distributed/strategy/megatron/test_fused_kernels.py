@@ -17,8 +17,10 @@ from test_megatron_oracle import check_forward, check_gradients
 from roll_lite.data.microbatch import TokenBudget
 from roll_lite.distributed.strategy.megatron import layers
 from roll_lite.distributed.strategy.megatron.experts import _GroupedProduct
-from roll_lite.distributed.strategy.megatron.model import COMPILED_VARIANTS
+from roll_lite.distributed.strategy.megatron.model import COMPILED_VARIANTS, compile_rotary_embedding
+from roll_lite.distributed.strategy.megatron.vocabulary import HeadGradients
 
+from megatron.core.models.common.embeddings import rope_utils  # isort: skip  (roll_lite prepares it)
 from megatron.core.fusions import fused_bias_swiglu  # isort: skip  (roll_lite prepares it)
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl  # isort: skip  (roll_lite prepares it)
 
@@ -73,6 +75,59 @@ def test_fused_swiglu_stays_compiled_for_any_number_of_tokens() -> None:
                         value.sum().backward()
 
 
+@pytest.fixture
+def compiled_rotary(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """Traced as on GPUs. Undone after the test."""
+    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_bshd", rope_utils._apply_rotary_pos_emb_bshd)
+    compile_rotary_embedding("aot_eager")
+    return rope_utils._apply_rotary_pos_emb_bshd
+
+
+def test_the_compiled_rotary_embedding_stays_compiled_for_any_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, compiled_rotary: Callable[..., torch.Tensor]
+) -> None:
+    """Queries and keys are views into one product, with different numbers of heads."""
+    monkeypatch.undo()
+    plain, options = rope_utils._apply_rotary_pos_emb_bshd, {"rotary_interleaved": False, "multi_latent_attention": False, "mscale": 1.0}
+    limits = {"recompile_limit": COMPILED_VARIANTS, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limits):  # type: ignore[attr-defined]
+        for count, with_gradient in product((7, 1, 2, *range(3, 20)), (False, True)):
+            angles = torch.rand(count, 1, 1, 16)
+            whole = torch.randn(count, 1, 6, 16, requires_grad=with_gradient)
+            for part in (slice(0, 4), slice(4, 6)):
+                found = []
+                for function in (compiled_rotary, plain):
+                    with torch.set_grad_enabled(with_gradient):
+                        value = function(whole[:, :, part], angles, **options)
+                    found.append([value, *(torch.autograd.grad(value.square().sum(), whole) if with_gradient else ())])
+                for ours, theirs in zip(*found, strict=True):
+                    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_product_on_gpus_sums_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has no such product: its arguments are checked without contents, its formula is written out here."""
+
+    def product_on_gpu(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
+        out = options.pop("out")
+        torch.ops.aten.addmm.dtype_out(*(each.to("meta") for each in (total, left, right)), **options, out=out.to("meta"))
+        return out.copy_(total + left.float() @ right.float())
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    monkeypatch.setattr(torch, "addmm", product_on_gpu)
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(size, 16, generator=generator).bfloat16() for size in (8, 32))
+    found = HeadGradients(hidden, weight, (True, False))
+    assert found._hidden is not None
+    found._hidden = found._hidden.as_subclass(OnGpu)
+    gradients = torch.randn(8, 32, generator=generator)
+    for start in range(0, 32, 8):
+        found.add(slice(start, start + 8), gradients[:, start : start + 8])
+    assert found.hidden is not None and found.hidden.dtype == torch.bfloat16
+    torch.testing.assert_close(found._hidden.as_subclass(torch.Tensor), gradients.bfloat16().float() @ weight.float())
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_one_product_of_all_experts_is_that_of_each(dtype: torch.dtype, tolerance: float) -> None:
     """One has no tokens, and its gradient is zero."""
@@ -94,7 +149,8 @@ def test_one_product_of_all_experts_is_that_of_each(dtype: torch.dtype, toleranc
 
 
 def as_on_gpus(path: Path, layout: dict[str, Any]) -> None:
-    with patch.object(layers, "has_fused_kernels", lambda: True):
+    rotary = torch.compile(rope_utils._apply_rotary_pos_emb_bshd, backend="aot_eager")
+    with patch.object(layers, "has_fused_kernels", lambda: True), patch.object(rope_utils, "_apply_rotary_pos_emb_bshd", rotary):
         check_forward(path, 100, layout)
         check_gradients(path, 100, layout, None, [TokenBudget(20)])
 
