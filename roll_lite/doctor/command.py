@@ -50,7 +50,7 @@ def _examine(asked: argparse.Namespace) -> Iterator[Diagnosis]:
         else:
             yield from check_machine(here)
             yield from check_ports()
-            yield Diagnosis("ray", alone(reach_ray, asked.address))
+            yield Diagnosis("ray", alone(reach_ray, asked.address, limit_s=RayConfig().start_timeout_s))
     except (RuntimeError, OSError, ValueError) as error:
         yield Diagnosis("ray", first_line(error), RAY)
     address = asked.address or ("auto" if asked.nodes else None)

@@ -43,15 +43,15 @@ Memory = tuple[str, int, int]
 """(name, free bytes, total bytes) of a GPU."""
 
 
-def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a separate process. RuntimeError if it crashes or takes longer than SECONDS."""
+def alone(function: Callable[..., Any], *arguments: Any, limit_s: float = SECONDS) -> Any:
+    """Call a function in a separate process. RuntimeError if it crashes or takes longer than `limit_s`."""
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     try:
-        return pool.submit(function, *arguments).result(SECONDS)
+        return pool.submit(function, *arguments).result(limit_s)
     except TimeoutError:
         for process in pool._processes.values():
             process.kill()
-        raise RuntimeError(f"no answer within {SECONDS:g} s") from None
+        raise RuntimeError(f"no answer within {limit_s:g} s") from None
     finally:
         pool.shutdown(wait=False)
 
