@@ -19,6 +19,8 @@ import pytest
 import yaml
 from aiohttp.test_utils import TestClient, TestServer
 from support_view import ATTACK, make_run, sample, write_step
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from roll_lite.cli import main
 from roll_lite.files import write_whole
@@ -147,6 +149,22 @@ async def test_a_group_has_whole_records_and_their_tokens(client: TestClient[Any
     assert tokens["0"][0]["texts"] == ["[5]", "[6]", "[7]", "[8]"], "there is no tokenizer"
     assert tokens["0"][0]["rollout_log_probs"] == [None, 0.0, -0.5, -1.5] and tokens["0"][0]["chosen"] == [False, False, True, True]
     assert await answer(client, "tokens", run=NAME, step=2, group=5) == {}
+
+
+def test_tokens_are_texts_once_a_tokenizer_is_there(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    make_run(runs / "small/third", model={"path": f"hf://someone/tiny?revision={'a' * 40}"})
+    local, hub = Run(NAME, runs / NAME), Run("small/third", runs / "small/third")
+
+    def texts(run: Run) -> Any:
+        return run.tokens(2, 4)[0][0]["texts"]
+
+    assert texts(local) == texts(hub) == ["[5]", "[6]", "[7]", "[8]"], "nothing is downloaded"
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate("abcdefghi")}))
+    for folder in (runs / NAME / "model", tmp_path / "hub/models--someone--tiny/snapshots" / ("a" * 40)):
+        folder.mkdir(parents=True)
+        tokenizer.save(str(folder / "tokenizer.json"))
+    assert texts(local) == texts(hub) == ["f", " g", " h", " i"]
 
 
 async def test_a_timeline_has_phases_samples_and_engines(client: TestClient[Any, Any]) -> None:

@@ -7,13 +7,13 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import yaml
 
+from roll_lite.hub import located
 from roll_lite.observability.report import SUMMARY_FILE
 from roll_lite.observability.run_folder import CONFIG_FILE
 from roll_lite.observability.trackers import METRICS_FILE, shown_settings
@@ -50,6 +50,7 @@ class Run:
         self._last_line = b""
         self._settings: dict[str, Any] = {}
         self._config_of: tuple[int, int] | None = None
+        self._known_tokenizer: Any = None
         self._opening = threading.Lock()
         self.opened: SampleIndex | None = None
 
@@ -129,19 +130,24 @@ class Run:
 
     def _texts(self, ids: list[int]) -> list[str]:
         """Text of each token, decoded in the context of the token before; without a tokenizer, token ids."""
-        if self._tokenizer is None:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
             return [f"[{one}]" for one in ids]
         pairs = [ids[max(0, place - 1) : place + 1] for place in range(len(ids))]
-        whole, before = (self._tokenizer.decode_batch(part, skip_special_tokens=False) for part in (pairs, [one[:-1] for one in pairs]))
+        whole, before = (tokenizer.decode_batch(part, skip_special_tokens=False) for part in (pairs, [one[:-1] for one in pairs]))
         return [text[len(first) :] for text, first in zip(whole, before, strict=True)]
 
-    @cached_property
+    @property
     def _tokenizer(self) -> Any:
-        from tokenizers import Tokenizer
+        """Tokenizer of the model; None until a file of it appears."""
+        if self._known_tokenizer is None:
+            from tokenizers import Tokenizer
 
-        folders = (self.folder / "model", self.folder / "start/actor_train", Path(self._config["model"]["path"]))
-        files = [file for folder in folders if (file := folder / "tokenizer.json").is_file()]
-        return Tokenizer.from_file(str(files[0])) if files else None
+            path = Path(self._config["model"]["path"])
+            folders = (self.folder / "model", self.folder / "start/actor_train", located(path, "model") or path)
+            files = [file for folder in folders if (file := folder / "tokenizer.json").is_file()]
+            self._known_tokenizer = Tokenizer.from_file(str(files[0])) if files else None
+        return self._known_tokenizer
 
     def phases(self, step: int) -> list[list[Any]]:
         return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
