@@ -187,6 +187,7 @@ async def test_a_place_without_runs_leaves_the_others_in_the_list(runs: Path) ->
     async with TestClient(TestServer(application([runs / NAME, runs / "small/second"]))) as one:
         (runs / "small/second").rename(runs / "moved")
         first, second = await answer(one, "runs")
+        assert "No such file" in (await answer(one, "config", 500, run="small/second"))["error"]
     assert first["steps"] == [1, 2, 3, 4] and "unreadable: " in second["summary"]["exit"]
 
 
@@ -319,6 +320,31 @@ def test_the_index_is_kept_and_follows_changed_files(runs: Path) -> None:
     path.write_text("".join(f"{line}\n" for line in [*path.read_text().splitlines()[:2], *broken]))
     other.refresh()
     assert len(other.page({"step_min": ["4"]}, "-step", 0, 50)) in (2, 3), "lines that cannot be read are left out"
+
+
+@pytest.mark.parametrize("moment", ["glob", "exists"])
+@pytest.mark.parametrize("kind", ["samples", "credit"])
+def test_files_may_be_deleted_while_they_are_indexed(runs: Path, monkeypatch: pytest.MonkeyPatch, kind: str, moment: str) -> None:
+    """`moment`: method of Path that still finds the file."""
+    file, before = runs / NAME / kind / "step_000003.jsonl", getattr(Path, moment)
+    others = 20 if kind == "samples" else 26
+
+    def last(path: Path, *given: Any) -> Any:
+        found = before(path, *given)
+        found = found if moment == "exists" else list(found)
+        if path in (file, file.parent) or moment == "glob":
+            file.unlink(missing_ok=True)
+        return found
+
+    index = SampleIndex(runs / NAME)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, moment, last)
+        index.refresh()
+    assert not file.exists()
+    index.refresh()
+    rows = index.page({}, "step", 0, 50)
+    assert len(rows) == others and {row["step"] for row in rows if row["advantage"] is not None} == {1, 2, 4}
+    index.close()
 
 
 def test_a_folder_that_cannot_be_written_to_is_shown_all_the_same(runs: Path, tmp_path: Path) -> None:
