@@ -148,7 +148,10 @@ async def test_a_group_has_whole_records_and_their_tokens(client: TestClient[Any
     tokens = await answer(client, "tokens", run=NAME, step=2, group=4)
     assert tokens["0"][0]["texts"] == ["[5]", "[6]", "[7]", "[8]"], "there is no tokenizer"
     assert tokens["0"][0]["rollout_log_probs"] == [None, 0.0, -0.5, -1.5] and tokens["0"][0]["chosen"] == [False, False, True, True]
+    assert tokens["1"][0]["prompt_length"] == 2, "another rank has written it"
     assert await answer(client, "tokens", run=NAME, step=2, group=5) == {}
+    rows = (await answer(client, "tokens", run=NAME, step=3, group=7))["2"]
+    assert [(row["branch"], row["prompt_length"], row["texts"][0]) for row in rows] == [(0, 2, "[5]"), (1, 3, "[9]")]
 
 
 def test_tokens_are_texts_once_a_tokenizer_is_there(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ async def test_keys_move_through_samples_and_tokens_are_coloured(tab: Tab, addre
     assert colours[:2] == [["given", False], ["given", False]] and colours[2][1], "only the policy's tokens are coloured"
     assert "engine − trainer: -0.25" in await tab.value("document.querySelectorAll('.tokens span')[2].title")
     modes = await tab.value("[...document.querySelectorAll('#detail option')].map(one => one.value)")
-    assert modes == ["text", "logprob", "advantage", "difference", "version"]
+    assert modes == ["text", "logprob", "advantage", "difference", "reference", "value", "version"]
     for key in ("j", "j", "k"):
         await tab.key(key)
     await tab.until("document.querySelector('.sample[aria-current=true]')?.getAttribute('aria-label').startsWith('Sample 1,')")
@@ -194,6 +194,8 @@ COLOURED = {
     "logprob": ["e0503f 24%", "e0503f 72%"],
     "advantage": ["2f9e5b 72%", "e0503f 72%"],
     "difference": ["e0503f 72%", "2f9e5b 0%"],
+    "reference": ["2f9e5b 72%", "e0503f 72%"],
+    "value": ["2f9e5b 72%", "e0503f 36%"],
     "version": ["59, 111, 182", "59, 111, 182"],
 }
 """Colours of the policy's two tokens. Both are of version 0, which has the first colour."""
@@ -207,9 +209,33 @@ async def test_colours_show_each_number(tab: Tab, address: str) -> None:
         if wanted is None:
             assert not await tab.value("document.querySelector('.tokens, .scale')")
             continue
-        styles = await tab.value("[...document.querySelectorAll('.tokens span')].map(one => one.getAttribute('style') || '')")
+        styles = await tab.value("[...document.querySelector('.tokens').children].map(one => one.getAttribute('style') || '')")
         told = [style.replace("rgb(224, 80, 63)", "#e0503f").replace("rgb(47, 158, 91)", "#2f9e5b") for style in styles]
         assert told[:2] == ["", ""] and all(colour in style for colour, style in zip(wanted, told[2:], strict=True)), (mode, styles)
+
+
+async def test_versions_are_those_of_each_training_row(tab: Tab, address: str) -> None:
+    await tab.open(f"{address}#samples?run=small/first&text=first+add+them&colour=version")
+    await tab.until("document.querySelector('.tokens')")
+    assert await tab.value("[...document.querySelectorAll('#detail .scale i')].map(one => one.nextSibling.data)") == [
+        f"version {version}" for version in (2, 3, 5, 6)
+    ]
+    told = await tab.value(
+        """[...document.querySelectorAll('.sample')].slice(1).map(one => [...one.querySelectorAll('.tokens')].map(row =>
+            [...row.children].map(token => [token.title.split('weight version: ')[1], token.style.background])))"""
+    )
+    missing, colours = ["–", ""], {2: "63, 155, 98", 5: "160, 138, 58", 6: "58, 154, 166"}
+    first, second = told[1]
+    assert first[:2] == [missing] * 2 and second[:3] == [missing] * 3, "tokens that are not the policy's"
+    for (version, colour), wanted in zip([*first[2:], *second[3:]], (2, 2, 5, 6), strict=True):
+        assert version == str(wanted) and colours[wanted] in colour
+    assert told[0][0] == first and told[0][1] == [[None, ""]] * 5, "versions of this sample's second row were not recorded"
+    lacking = await tab.value(
+        "[...document.querySelectorAll('.sample')].map(one => one.innerText.includes('version: not recorded for this row'))"
+    )
+    assert lacking == [False, True, False] and "Training row 2 of 2" in await text(tab, ".sample[aria-current=true]")
+    seen = await tab.value("[scrollY, document.querySelector('.sample[aria-current=true]').getBoundingClientRect().right <= innerWidth]")
+    assert seen == [0, True], "the chosen sample is in sight, and the filters above it"
 
 
 async def test_why_a_domain_moved(tab: Tab, address: str) -> None:

@@ -115,17 +115,16 @@ class Run:
             yield {**record, "kind": name.partition("_")[0], "credit": credit.get((record["group"], record["index"]))}
 
     def tokens(self, step: int, group: int) -> dict[int, list[dict[str, Any]]]:
-        """Tokens of a group's samples, {sample index: one dictionary per training row}. Keys, each with a list by token: `texts`,
-        `chosen` (True if by the policy), and recorded columns of PER_TOKEN."""
+        """Tokens of a group's samples, {sample index: one dictionary per training row}. Keys: `branch` and `prompt_length` of the row, and
+        lists by token: `texts`, `chosen` (True if by the policy), and recorded columns of PER_TOKEN."""
         batch = self.folder / "batches" / f"step_{step:06d}"
+        sources = sorted(batch.glob("rows_*.parquet")), list(self.folder.glob(f"dumps/{batch.name}.parquet"))
+        found = ([row for file in files for row in _rows(file, group)] for files in sources)
         rows: dict[int, list[dict[str, Any]]] = {}
-        for file in [*sorted(batch.glob("rows_*.parquet")), *self.folder.glob(f"dumps/{batch.name}.parquet")]:
-            columns = [name for name in pq.read_schema(file).names if name in ("index", "input_ids", "response_mask", *PER_TOKEN)]
-            for row in () if rows else pq.read_table(file, columns=columns, filters=[("group", "=", group)]).to_pylist():
-                if row["input_ids"]:
-                    numbers = {name: [None, *row[name]] for name in PER_TOKEN if row.get(name)}
-                    tokens = {"texts": self._texts(row["input_ids"]), "chosen": row["response_mask"], **numbers}
-                    rows.setdefault(row["index"], []).append(tokens)
+        for row in sorted(next(filter(None, found), []), key=lambda row: row.get("branch", 0)):
+            numbers = {name: [None, *row[name]] for name in PER_TOKEN if row.get(name)}
+            tokens = {"texts": self._texts(row["input_ids"]), "chosen": row["response_mask"], **numbers}
+            rows.setdefault(row["index"], []).append({"branch": row.get("branch", 0), "prompt_length": row["prompt_length"], **tokens})
         return rows
 
     def _texts(self, ids: list[int]) -> list[str]:
@@ -186,6 +185,13 @@ def lines_of(file: Path, mark: str = "") -> Iterator[dict[str, Any]]:
     """Yield the records of complete lines that contain `mark`."""
     with suppress(FileNotFoundError), file.open("rb") as lines:
         yield from (json.loads(line) for line in lines if mark.encode() in line and line.endswith(b"\n"))
+
+
+def _rows(file: Path, group: int) -> list[dict[str, Any]]:
+    """Rows of a group that have tokens, from a file of a batch or a dump."""
+    wanted = {"index", "branch", "prompt_length", "input_ids", "response_mask", *PER_TOKEN}
+    columns = [name for name in pq.read_schema(file).names if name in wanted]
+    return [row for row in pq.read_table(file, columns=columns, filters=[("group", "=", group)]).to_pylist() if row["input_ids"]]
 
 
 def _json_file(file: Path) -> Any:
