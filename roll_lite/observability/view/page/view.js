@@ -45,9 +45,11 @@ function frame() {
   live.classList.toggle("on", !CONTENT && running);
 }
 
-let drawing = 0;
+let drawing = 0, unfinished = false;
+// Draws the view. `live`: only what the run adds, unless a drawing of the whole view has not come to its end.
 async function draw(live = false) {
   const ticket = ++drawing, name = view();
+  live &&= !unfinished; unfinished = !live;
   frame();
   main.setAttribute("aria-labelledby", `tab-${name}`);
   try {
@@ -55,6 +57,7 @@ async function draw(live = false) {
   } catch (error) {
     if (ticket === drawing) main.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
   }
+  if (ticket === drawing) unfinished = false;
 }
 
 // ---------------------------------------------------------------- curves
