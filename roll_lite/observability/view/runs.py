@@ -7,11 +7,13 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import yaml
+from pydantic_core import from_json
 
 from roll_lite.hub import located
 from roll_lite.observability.report import SUMMARY_FILE
@@ -63,7 +65,7 @@ class Run:
             "steps_planned": config.get("steps"),
             "evaluates": config.get("mode") == "evaluate",
             "steps": [step for step, record in records.items() if "time/step" in record],
-            "metrics": sorted({name for record in records.values() for name in record}),
+            "metrics": sorted(set[str]().union(*records.values())),
         }
 
     def records(self) -> dict[int, dict[str, float]]:
@@ -77,7 +79,7 @@ class Run:
                     if line.endswith(b"\n"):
                         self._read, self._last_line = self._read + len(line), line
                         with suppress(ValueError):
-                            record = json.loads(line)
+                            record = from_json(line)
                             step = record.pop("step")
                             self._records[step] = {**self._records.get(step, {}), **record}
             return dict(self._records)
@@ -88,7 +90,7 @@ class Run:
         prefixes = tuple(name for name in names if name.endswith("/"))
         records = dict(sorted(self.records().items()))
         steps = [step for number, step in enumerate(records) if number % every == 0 or number == len(records) - 1]
-        known = {name: None for record in records.values() for name in record if name in names or name.startswith(prefixes)}
+        known = [name for name in dict.fromkeys(chain(*records.values())) if name in names or name.startswith(prefixes)]
         return {"steps": steps, "values": {name: [records[step].get(name) for step in steps] for name in known}}
 
     def config(self) -> dict[str, Any]:

@@ -45,11 +45,16 @@ function frame() {
   live.classList.toggle("on", !CONTENT && running);
 }
 
-let drawing = 0, unfinished = false;
-// Draws the view. `live`: only what the run adds, unless a drawing of the whole view has not come to its end.
+let drawing = 0, whole = Promise.resolve();
+// Draws the view. `live`: only what the run adds, after the whole view is drawn.
 async function draw(live = false) {
+  if (!live) return whole = drawNow(false);
+  for (let last; last !== whole;) await (last = whole);
+  return drawNow(true);
+}
+
+async function drawNow(live) {
   const ticket = ++drawing, name = view();
-  live &&= !unfinished; unfinished = !live;
   frame();
   main.setAttribute("aria-labelledby", `tab-${name}`);
   try {
@@ -57,7 +62,6 @@ async function draw(live = false) {
   } catch (error) {
     if (ticket === drawing) main.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
   }
-  if (ticket === drawing) unfinished = false;
 }
 
 // ---------------------------------------------------------------- curves
@@ -145,19 +149,19 @@ async function samples(live, current) {
   const offer = facets => choices.replaceChildren(...[pick("Domain", "domain", options(facets[0])), facets[1].length > 1 && pick("Outcome", "outcome", options(facets[1])), pick("End", "finish_reason", options(facets[2])),
     options(facets[3]).length > 0 && pick("Failure", "failure", options(facets[3])), options(facets[4]).length > 0 && pick("Part", "part", options(facets[4]))].filter(Boolean));
   if (known) offer(state.facets.counts);
-  // The list does not wait for these counts.
-  if (!known || live) facetsOf(one.name).then(counts => { state.facets = { run: one.name, counts }; if (!known) offer(counts); }, () => {});
+  // The list does not wait for these counts; on a small machine they would slow it.
+  if (!known || live) list.then(() => facetsOf(one.name)).then(counts => { state.facets = { run: one.name, counts }; if (!known) offer(counts); }, () => {});
   const found = await list;
   if (!current()) return;
   const table = sampleTable(found, given, count);
   const told = h("p", { class: "soft", id: "found", role: "status" }, live ? document.getElementById("found")?.textContent : `the first ${found.length} of …`);
-  ask("counts", { ...question, by: "kind" }).then(counts => { told.textContent = `${number(counts.reduce((sum, one) => sum + one.count, 0))} samples · ${took.toFixed(0)} ms${CONTENT ? " · a report holds some samples of some steps" : ""}`; }, () => {});
+  const tell = () => ask("counts", { ...question, by: "kind" }).then(counts => { told.textContent = `${number(counts.reduce((sum, one) => sum + one.count, 0))} samples · ${took.toFixed(0)} ms${CONTENT ? " · a report holds some samples of some steps" : ""}`; }, () => {});
   if (live && document.getElementById("found")) {
     document.getElementById("found").replaceWith(told);
     const list = main.querySelector(".list"), top = list.scrollTop, focused = list.contains(document.activeElement);
     list.replaceWith(table); table.scrollTop = top;
     if (focused) table.querySelector("[aria-selected=true]")?.focus();
-    return;
+    return tell();
   }
   const bar = h("form", { class: "bar", role: "search", "aria-label": "Filter samples", onsubmit: event => event.preventDefault() }, runChoice("samples"),
     h("label", {}, "Text", h("input", { type: "search", id: "search", value: given.get("text") || "", placeholder: "in prompt, response, turns   /", onchange: set("text") })),
@@ -169,6 +173,8 @@ async function samples(live, current) {
   const active = document.activeElement?.id;
   main.replaceChildren(bar, told, h("div", { class: "split" }, table, detail));
   if (active === "search") document.getElementById("search").focus();
+  await new Promise(done => requestAnimationFrame(() => setTimeout(done)));  // the list is painted: to count takes all of a small machine
+  tell();
   const at = given.get("at") || (found[0] && place(found[0]));
   if (at) await group(at, current); else detail.append(h("p", { class: "empty" }, "No sample matches. Clear the filter, or wait until samples are indexed."));
 }
