@@ -8,6 +8,7 @@ import itertools
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -57,10 +58,11 @@ class Tab:
 
     async def until(self, script: str) -> None:
         """Wait until an expression is true."""
-        for _ in range(int(DEADLINE_S / 0.1)):
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
             if await self.value(f"Boolean({script})"):
                 return
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.02)
         raise AssertionError(f"never true: {script}; the page shows {await self.value('document.body.innerText.slice(0, 2000)')}")
 
     async def open(self, address: str) -> None:

@@ -59,8 +59,11 @@ def episode(step: int, group: int) -> dict[str, Any]:
         {"role": "assistant", "content": "4"},
     ]
     branch = [{"role": "user", "content": "Be a planner."}, {"role": "assistant", "content": "First add them."}]
-    branches = {"branches": [branch]} if step == 3 else {}
-    return sample(step, "make", group, 2, episode={"messages": messages, "rewards": [0.0, 1.0], "metrics": {"turns": 2.0}, **branches})
+    record = {"messages": messages, "rewards": [0.0, 1.0], "metrics": {"turns": 2.0}}
+    if step != 3:
+        return sample(step, "make", group, 2, episode=record)
+    record |= {"branches": [branch], "metrics": {"turns": 3.0}}
+    return sample(step, "make", group, 2, episode=record, score=0.5, branch_versions=[[[0, 5], [1, 6]]])
 
 
 def write_step(folder: Path, step: int) -> None:
@@ -84,10 +87,7 @@ def write_step(folder: Path, step: int) -> None:
         {**{key: one[key] for key in keys}, "reward": one["score"], "train_weight": 1.0, "advantage": one["index"] - 0.5} for one in trained
     ]
     lines(folder / "credit" / f"{name}.jsonl", credits, separators=(", ", ": "))
-    row = {"group": 2 * step, "index": 0, "input_ids": [5, 6, 7, 8], "response_mask": [False, False, True, True]}
-    numbers = {"rollout_log_probs": [0.0, -0.5, -1.5], "old_log_probs": [0.0, -0.25, -1.5], "advantages": [0.0, 1.0, -1.0]}
-    (folder / "batches" / name).mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist([{**row, **numbers}]), folder / "batches" / name / "rows_0000.parquet")
+    write_batch(folder, step)
     with (folder / "ledger.jsonl").open("a") as file:
         for group, domain in groups.items():
             line = {"event": "group", "group": group, "domain": domain, "turns": [[[1, 0, 0]], [[0, 0, 0]], []], "step": step}
@@ -101,9 +101,9 @@ def write_step(folder: Path, step: int) -> None:
         "time/step": 4.1,
     }
     for number, domain in enumerate(DOMAINS):
-        own = {"reward/mean": 0.2 * step + number, "rollout/samples": 3.0, "rollout/truncated": 0.1 * step, "reward/term": None}
-        metrics |= {f"domain/{domain}/{key}": value for key, value in own.items() if value is not None}
-        metrics[f"domain/{domain}/base/reward/term"] = 0.1 * step
+        own = {"reward/mean": 0.2 * step + number, "rollout/samples": 3.0, "rollout/truncated": 0.1 * step, "base/reward/term": 0.1 * step}
+        own |= {"rollout/requested": 2.0, "rollout/groups": float(step), "rollout/filtered_low": 5.0 - step, "masks/samples": 0.2}
+        metrics |= {f"domain/{domain}/{key}": value for key, value in own.items()}
     began = 1000.0 * step - 0.1
     driver = [("step", began, 4.1, "", None), ("generate", began, 3.0, "", None), ("train", began + 3, 1.0, "", None)]
     ranks = [(f"actor_train[{rank}] train", began + 3.1, 0.5 + 0.1 * rank, "actor_train", rank) for rank in range(2)]
@@ -111,6 +111,30 @@ def write_step(folder: Path, step: int) -> None:
         file.write(json.dumps({"spans": [*driver, *ranks], "step": step}, separators=(",", ":")) + "\n")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics) + "\n")
+
+
+def write_batch(folder: Path, step: int) -> None:
+    """Tokens of samples 0 and 1 of the first group, each from another rank. In step 3 also of an agent's sample, with two rows, of which
+    the second was written first."""
+    numbers = {
+        "rollout_log_probs": [0.0, -0.5, -1.5],
+        "old_log_probs": [0.0, -0.25, -1.5],
+        "ref_log_probs": [0.0, -0.75, -1.25],
+        "values": [0.0, 0.5, -0.25],
+        "advantages": [0.0, 1.0, -1.0],
+    }
+    tokens = {"prompt_length": 2, "input_ids": [5, 6, 7, 8], "response_mask": [False, False, True, True], **numbers}
+    ranks: list[list[dict[str, Any]]] = [[{"group": 2 * step, "index": index, **tokens}] for index in range(2)]
+    if step == 3:
+        longer = {name: [0.0, *values] for name, values in numbers.items()}
+        second = {"prompt_length": 3, "input_ids": [9, 5, 6, 7, 8], "response_mask": [False, False, False, True, True], **longer}
+        ranks[0] += [{"group": 7, "index": index, "branch": 1, **second} for index in (1, 2)]
+        ranks[1] += [{"group": 7, "index": index, **tokens} for index in (1, 2)]
+        ranks = [[{"branch": 0, **row} for row in rows] for rows in ranks]
+    batch = folder / "batches" / f"step_{step:06d}"
+    batch.mkdir(parents=True)
+    for rank, rows in enumerate(ranks):
+        pq.write_table(pa.Table.from_pylist(rows), batch / f"rows_{rank:04d}.parquet")
 
 
 def lines(path: Path, records: list[dict[str, Any]], separators: tuple[str, str] = (",", ":")) -> None:
@@ -123,7 +147,7 @@ def make_run(folder: Path, steps: int = 4, exit_state: str = "completed", **sett
     (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **settings}))
     for step in range(1, steps + 1):
         write_step(folder, step)
-    lines(folder / "samples" / "validation_000000.jsonl", [sample(0, "add", 0, index) for index in range(2)])
+    lines(folder / "samples" / "validation_000000.jsonl", [sample(0, "add", 0, index, parts=[f"level:{index}"]) for index in range(2)])
     accuracy = {"overall": {"before": 0.5, "after": 0.75}}
     (folder / "summary.json").write_text(json.dumps({"accuracy": accuracy, "steps": steps, "warnings": [], "exit": exit_state}))
     (folder / "processes.json").write_text(json.dumps([{"role": "actor_infer", "rank": 1, "node": "here", "pid": 17}]))

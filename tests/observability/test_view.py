@@ -19,6 +19,8 @@ import pytest
 import yaml
 from aiohttp.test_utils import TestClient, TestServer
 from support_view import ATTACK, make_run, sample, write_step
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from roll_lite.cli import main
 from roll_lite.files import write_whole
@@ -146,7 +148,26 @@ async def test_a_group_has_whole_records_and_their_tokens(client: TestClient[Any
     tokens = await answer(client, "tokens", run=NAME, step=2, group=4)
     assert tokens["0"][0]["texts"] == ["[5]", "[6]", "[7]", "[8]"], "there is no tokenizer"
     assert tokens["0"][0]["rollout_log_probs"] == [None, 0.0, -0.5, -1.5] and tokens["0"][0]["chosen"] == [False, False, True, True]
+    assert tokens["1"][0]["prompt_length"] == 2, "another rank has written it"
     assert await answer(client, "tokens", run=NAME, step=2, group=5) == {}
+    rows = (await answer(client, "tokens", run=NAME, step=3, group=7))["2"]
+    assert [(row["branch"], row["prompt_length"], row["texts"][0]) for row in rows] == [(0, 2, "[5]"), (1, 3, "[9]")]
+
+
+def test_tokens_are_texts_once_a_tokenizer_is_there(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    make_run(runs / "small/third", model={"path": f"hf://someone/tiny?revision={'a' * 40}"})
+    local, hub = Run(NAME, runs / NAME), Run("small/third", runs / "small/third")
+
+    def texts(run: Run) -> Any:
+        return run.tokens(2, 4)[0][0]["texts"]
+
+    assert texts(local) == texts(hub) == ["[5]", "[6]", "[7]", "[8]"], "nothing is downloaded"
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate("abcdefghi")}))
+    for folder in (runs / NAME / "model", tmp_path / "hub/models--someone--tiny/snapshots" / ("a" * 40)):
+        folder.mkdir(parents=True)
+        tokenizer.save(str(folder / "tokenizer.json"))
+    assert texts(local) == texts(hub) == ["f", " g", " h", " i"]
 
 
 async def test_a_timeline_has_phases_samples_and_engines(client: TestClient[Any, Any]) -> None:
@@ -169,6 +190,7 @@ async def test_a_place_without_runs_leaves_the_others_in_the_list(runs: Path) ->
     async with TestClient(TestServer(application([runs / NAME, runs / "small/second"]))) as one:
         (runs / "small/second").rename(runs / "moved")
         first, second = await answer(one, "runs")
+        assert "No such file" in (await answer(one, "config", 500, run="small/second"))["error"]
     assert first["steps"] == [1, 2, 3, 4] and "unreadable: " in second["summary"]["exit"]
 
 
@@ -301,6 +323,31 @@ def test_the_index_is_kept_and_follows_changed_files(runs: Path) -> None:
     path.write_text("".join(f"{line}\n" for line in [*path.read_text().splitlines()[:2], *broken]))
     other.refresh()
     assert len(other.page({"step_min": ["4"]}, "-step", 0, 50)) in (2, 3), "lines that cannot be read are left out"
+
+
+@pytest.mark.parametrize("moment", ["glob", "exists"])
+@pytest.mark.parametrize("kind", ["samples", "credit"])
+def test_files_may_be_deleted_while_they_are_indexed(runs: Path, monkeypatch: pytest.MonkeyPatch, kind: str, moment: str) -> None:
+    """`moment`: method of Path that still finds the file."""
+    file, before = runs / NAME / kind / "step_000003.jsonl", getattr(Path, moment)
+    others = 20 if kind == "samples" else 26
+
+    def last(path: Path, *given: Any) -> Any:
+        found = before(path, *given)
+        found = found if moment == "exists" else list(found)
+        if path in (file, file.parent) or moment == "glob":
+            file.unlink(missing_ok=True)
+        return found
+
+    index = SampleIndex(runs / NAME)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, moment, last)
+        index.refresh()
+    assert not file.exists()
+    index.refresh()
+    rows = index.page({}, "step", 0, 50)
+    assert len(rows) == others and {row["step"] for row in rows if row["advantage"] is not None} == {1, 2, 4}
+    index.close()
 
 
 def test_a_folder_that_cannot_be_written_to_is_shown_all_the_same(runs: Path, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +87,11 @@ class SampleIndex:
             return
         try:
             known = dict(self._db.cursor().execute("FROM files").fetchall())
-            there: dict[str, str] = {}
-            for name in (path.name for path in (self._run / "samples").glob("*.jsonl")):  # credit/ has advantages of the same samples
-                states = [path.stat() for kind in ("samples", "credit") if (path := self._run / kind / name).exists()]
-                there[name] = repr([(state.st_size, state.st_mtime_ns) for state in states])
+            there, sizes = dict[str, str](), dict[str, int]()
+            for name in [path.name for path in (self._run / "samples").glob("*.jsonl")]:  # credit/ has advantages of the same samples
+                states = [state for kind in ("samples", "credit") if (state := _state(self._run / kind / name))]
+                if states:
+                    there[name], sizes[name] = repr([(state.st_size, state.st_mtime_ns) for state in states]), states[0].st_size
             gone = [name for name in known if name not in there]
             new = sorted((name for name, stamp in there.items() if known.get(name) != stamp), key=lambda name: name.partition("_")[2])
             while (new or gone) and not self._closed:
@@ -97,7 +100,7 @@ class SampleIndex:
                 while new and size < BATCH_BYTES:
                     name = new.pop()
                     batch[name] = there[name]
-                    size += (self._run / "samples" / name).stat().st_size
+                    size += sizes[name]
                 self._replace([*gone, *batch], batch)
                 gone = []
             self.waiting = 0
@@ -109,14 +112,19 @@ class SampleIndex:
     def _replace(self, names: Sequence[str], stamps: Mapping[str, str]) -> None:
         files, credits = ([str(path) for name in stamps if (path := self._run / kind / name).exists()] for kind in ("samples", "credit"))
         cursor = self._db.cursor()
-        cursor.execute(CREDITS if credits else NO_CREDITS, [credits] if credits else [])
-        cursor.begin()
-        for table in ("samples", "files"):
-            cursor.execute(f"DELETE FROM {table} WHERE file IN (SELECT unnest(?::VARCHAR[]))", [names])
-        if files:
-            cursor.execute(f"INSERT INTO samples {READ}", [files])
-            cursor.executemany("INSERT INTO files VALUES (?, ?)", list(stamps.items()))
-        cursor.commit()
+        try:
+            cursor.execute(CREDITS if credits else NO_CREDITS, [credits] if credits else [])
+            cursor.begin()
+            for table in ("samples", "files"):
+                cursor.execute(f"DELETE FROM {table} WHERE file IN (SELECT unnest(?::VARCHAR[]))", [names])
+            if files:
+                cursor.execute(f"INSERT INTO samples {READ}", [files])
+                cursor.executemany("INSERT INTO files VALUES (?, ?)", list(stamps.items()))
+            cursor.commit()
+        except duckdb.IOException:
+            cursor.close()
+            if all(Path(file).exists() for file in (*files, *credits)):  # else a run that goes back deletes files; the next call sees it
+                raise
         self.changes += 1
 
     def page(self, given: Given, sort: str, start: int, count: int) -> list[dict[str, Any]]:
@@ -142,6 +150,13 @@ class SampleIndex:
         found = self._db.cursor().execute(query, values)
         names = [column[0] for column in found.description]
         return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+
+
+def _state(path: Path) -> os.stat_result | None:
+    """State of a file; None if it was deleted."""
+    with suppress(FileNotFoundError):
+        return path.stat()
+    return None
 
 
 def conditions(given: Given) -> tuple[str, list[Any]]:

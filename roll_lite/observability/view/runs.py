@@ -7,13 +7,15 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import yaml
+from pydantic_core import from_json
 
+from roll_lite.hub import located
 from roll_lite.observability.report import SUMMARY_FILE
 from roll_lite.observability.run_folder import CONFIG_FILE
 from roll_lite.observability.trackers import METRICS_FILE, shown_settings
@@ -50,6 +52,7 @@ class Run:
         self._last_line = b""
         self._settings: dict[str, Any] = {}
         self._config_of: tuple[int, int] | None = None
+        self._known_tokenizer: Any = None
         self._opening = threading.Lock()
         self.opened: SampleIndex | None = None
 
@@ -62,7 +65,7 @@ class Run:
             "steps_planned": config.get("steps"),
             "evaluates": config.get("mode") == "evaluate",
             "steps": [step for step, record in records.items() if "time/step" in record],
-            "metrics": sorted({name for record in records.values() for name in record}),
+            "metrics": sorted(set[str]().union(*records.values())),
         }
 
     def records(self) -> dict[int, dict[str, float]]:
@@ -76,7 +79,7 @@ class Run:
                     if line.endswith(b"\n"):
                         self._read, self._last_line = self._read + len(line), line
                         with suppress(ValueError):
-                            record = json.loads(line)
+                            record = from_json(line)
                             step = record.pop("step")
                             self._records[step] = {**self._records.get(step, {}), **record}
             return dict(self._records)
@@ -87,7 +90,7 @@ class Run:
         prefixes = tuple(name for name in names if name.endswith("/"))
         records = dict(sorted(self.records().items()))
         steps = [step for number, step in enumerate(records) if number % every == 0 or number == len(records) - 1]
-        known = {name: None for record in records.values() for name in record if name in names or name.startswith(prefixes)}
+        known = [name for name in dict.fromkeys(chain(*records.values())) if name in names or name.startswith(prefixes)]
         return {"steps": steps, "values": {name: [records[step].get(name) for step in steps] for name in known}}
 
     def config(self) -> dict[str, Any]:
@@ -114,34 +117,38 @@ class Run:
             yield {**record, "kind": name.partition("_")[0], "credit": credit.get((record["group"], record["index"]))}
 
     def tokens(self, step: int, group: int) -> dict[int, list[dict[str, Any]]]:
-        """Tokens of a group's samples, {sample index: one dictionary per training row}. Keys, each with a list by token: `texts`,
-        `chosen` (True if by the policy), and recorded columns of PER_TOKEN."""
+        """Tokens of a group's samples, {sample index: one dictionary per training row}. Keys: `branch` and `prompt_length` of the row, and
+        lists by token: `texts`, `chosen` (True if by the policy), and recorded columns of PER_TOKEN."""
         batch = self.folder / "batches" / f"step_{step:06d}"
+        sources = sorted(batch.glob("rows_*.parquet")), list(self.folder.glob(f"dumps/{batch.name}.parquet"))
+        found = ([row for file in files for row in _rows(file, group)] for files in sources)
         rows: dict[int, list[dict[str, Any]]] = {}
-        for file in [*sorted(batch.glob("rows_*.parquet")), *self.folder.glob(f"dumps/{batch.name}.parquet")]:
-            columns = [name for name in pq.read_schema(file).names if name in ("index", "input_ids", "response_mask", *PER_TOKEN)]
-            for row in () if rows else pq.read_table(file, columns=columns, filters=[("group", "=", group)]).to_pylist():
-                if row["input_ids"]:
-                    numbers = {name: [None, *row[name]] for name in PER_TOKEN if row.get(name)}
-                    tokens = {"texts": self._texts(row["input_ids"]), "chosen": row["response_mask"], **numbers}
-                    rows.setdefault(row["index"], []).append(tokens)
+        for row in sorted(next(filter(None, found), []), key=lambda row: row.get("branch", 0)):
+            numbers = {name: [None, *row[name]] for name in PER_TOKEN if row.get(name)}
+            tokens = {"texts": self._texts(row["input_ids"]), "chosen": row["response_mask"], **numbers}
+            rows.setdefault(row["index"], []).append({"branch": row.get("branch", 0), "prompt_length": row["prompt_length"], **tokens})
         return rows
 
     def _texts(self, ids: list[int]) -> list[str]:
         """Text of each token, decoded in the context of the token before; without a tokenizer, token ids."""
-        if self._tokenizer is None:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
             return [f"[{one}]" for one in ids]
         pairs = [ids[max(0, place - 1) : place + 1] for place in range(len(ids))]
-        whole, before = (self._tokenizer.decode_batch(part, skip_special_tokens=False) for part in (pairs, [one[:-1] for one in pairs]))
+        whole, before = (tokenizer.decode_batch(part, skip_special_tokens=False) for part in (pairs, [one[:-1] for one in pairs]))
         return [text[len(first) :] for text, first in zip(whole, before, strict=True)]
 
-    @cached_property
+    @property
     def _tokenizer(self) -> Any:
-        from tokenizers import Tokenizer
+        """Tokenizer of the model; None until a file of it appears."""
+        if self._known_tokenizer is None:
+            from tokenizers import Tokenizer
 
-        folders = (self.folder / "model", self.folder / "start/actor_train", Path(self._config["model"]["path"]))
-        files = [file for folder in folders if (file := folder / "tokenizer.json").is_file()]
-        return Tokenizer.from_file(str(files[0])) if files else None
+            path = Path(self._config["model"]["path"])
+            folders = (self.folder / "model", self.folder / "start/actor_train", located(path, "model") or path)
+            files = [file for folder in folders if (file := folder / "tokenizer.json").is_file()]
+            self._known_tokenizer = Tokenizer.from_file(str(files[0])) if files else None
+        return self._known_tokenizer
 
     def phases(self, step: int) -> list[list[Any]]:
         return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
@@ -180,6 +187,13 @@ def lines_of(file: Path, mark: str = "") -> Iterator[dict[str, Any]]:
     """Yield the records of complete lines that contain `mark`."""
     with suppress(FileNotFoundError), file.open("rb") as lines:
         yield from (json.loads(line) for line in lines if mark.encode() in line and line.endswith(b"\n"))
+
+
+def _rows(file: Path, group: int) -> list[dict[str, Any]]:
+    """Rows of a group that have tokens, from a file of a batch or a dump."""
+    wanted = {"index", "branch", "prompt_length", "input_ids", "response_mask", *PER_TOKEN}
+    columns = [name for name in pq.read_schema(file).names if name in wanted]
+    return [row for row in pq.read_table(file, columns=columns, filters=[("group", "=", group)]).to_pylist() if row["input_ids"]]
 
 
 def _json_file(file: Path) -> Any:

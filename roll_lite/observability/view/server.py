@@ -89,6 +89,8 @@ class Viewer:
             answer, status = {"error": f"{error.args[0]}: there is no such run or question, or it is not given"}, 404
         except ValueError as error:
             answer, status = {"error": str(error)}, 400
+        except OSError as error:  # a file was deleted meanwhile
+            answer, status = {"error": str(error)}, 500
         response = web.Response(body=to_json(answer, inf_nan_mode="null"), status=status, content_type="application/json")
         response.enable_compression()
         return response

@@ -45,8 +45,15 @@ function frame() {
   live.classList.toggle("on", !CONTENT && running);
 }
 
-let drawing = 0;
+let drawing = 0, whole = Promise.resolve();
+// Draws the view. `live`: only what the run adds, after the whole view is drawn.
 async function draw(live = false) {
+  if (!live) return whole = drawNow(false);
+  for (let last; last !== whole;) await (last = whole);
+  return drawNow(true);
+}
+
+async function drawNow(live) {
   const ticket = ++drawing, name = view();
   frame();
   main.setAttribute("aria-labelledby", `tab-${name}`);
@@ -142,19 +149,19 @@ async function samples(live, current) {
   const offer = facets => choices.replaceChildren(...[pick("Domain", "domain", options(facets[0])), facets[1].length > 1 && pick("Outcome", "outcome", options(facets[1])), pick("End", "finish_reason", options(facets[2])),
     options(facets[3]).length > 0 && pick("Failure", "failure", options(facets[3])), options(facets[4]).length > 0 && pick("Part", "part", options(facets[4]))].filter(Boolean));
   if (known) offer(state.facets.counts);
-  // The list does not wait for these counts.
-  if (!known || live) facetsOf(one.name).then(counts => { state.facets = { run: one.name, counts }; if (!known) offer(counts); }, () => {});
+  // The list does not wait for these counts; on a small machine they would slow it.
+  if (!known || live) list.then(() => facetsOf(one.name)).then(counts => { state.facets = { run: one.name, counts }; if (!known) offer(counts); }, () => {});
   const found = await list;
   if (!current()) return;
   const table = sampleTable(found, given, count);
   const told = h("p", { class: "soft", id: "found", role: "status" }, live ? document.getElementById("found")?.textContent : `the first ${found.length} of …`);
-  ask("counts", { ...question, by: "kind" }).then(counts => { told.textContent = `${number(counts.reduce((sum, one) => sum + one.count, 0))} samples · ${took.toFixed(0)} ms${CONTENT ? " · a report holds some samples of some steps" : ""}`; }, () => {});
+  const tell = () => ask("counts", { ...question, by: "kind" }).then(counts => { told.textContent = `${number(counts.reduce((sum, one) => sum + one.count, 0))} samples · ${took.toFixed(0)} ms${CONTENT ? " · a report holds some samples of some steps" : ""}`; }, () => {});
   if (live && document.getElementById("found")) {
     document.getElementById("found").replaceWith(told);
     const list = main.querySelector(".list"), top = list.scrollTop, focused = list.contains(document.activeElement);
     list.replaceWith(table); table.scrollTop = top;
     if (focused) table.querySelector("[aria-selected=true]")?.focus();
-    return;
+    return tell();
   }
   const bar = h("form", { class: "bar", role: "search", "aria-label": "Filter samples", onsubmit: event => event.preventDefault() }, runChoice("samples"),
     h("label", {}, "Text", h("input", { type: "search", id: "search", value: given.get("text") || "", placeholder: "in prompt, response, turns   /", onchange: set("text") })),
@@ -166,6 +173,8 @@ async function samples(live, current) {
   const active = document.activeElement?.id;
   main.replaceChildren(bar, told, h("div", { class: "split" }, table, detail));
   if (active === "search") document.getElementById("search").focus();
+  await new Promise(done => requestAnimationFrame(() => setTimeout(done)));  // the list is painted: to count takes all of a small machine
+  tell();
   const at = given.get("at") || (found[0] && place(found[0]));
   if (at) await group(at, current); else detail.append(h("p", { class: "empty" }, "No sample matches. Clear the filter, or wait until samples are indexed."));
 }
@@ -198,7 +207,7 @@ async function group(at, current = () => true) {
   const detail = document.getElementById("detail");
   if (!current() || !detail) return;
   if (!records.length) return detail.replaceChildren(h("p", { class: "empty" }, "The file of this step is gone: the run went back to a checkpoint."));
-  const modes = Object.values(tokens).length ? ["text", ...Object.keys(MODES).filter(mode => MODES[mode].there(Object.values(tokens)[0][0], records[0]))] : ["text"];
+  const modes = ["text", ...Object.keys(MODES).filter(mode => records.some(record => tokens[record.index]?.some(row => MODES[mode].there(row, record))))];
   const mode = modes.includes(chosen().get("colour")) ? chosen().get("colour") : "text";
   const scores = records.map(one => one.score);
   const columns = h("div", { class: "group", tabindex: 0, role: "group", "aria-label": "Samples of the group, side by side" }, records.map(record => card(record, tokens[record.index], mode, String(record.index) === index)));
@@ -207,12 +216,13 @@ async function group(at, current = () => true) {
   h("div", { class: "soft" }, `mean score ${number(mean(scores))} · ${records.filter(one => one.correct).length} of ${records.length} correct · prompt ${records[0].prompt_uid}, epoch ${records[0].epoch} · reference answer `, h("span", { class: "mono" }, typeof records[0].answer === "string" ? records[0].answer : JSON.stringify(records[0].answer))),
   mode !== "text" && scale(mode, Object.values(tokens).flat(), records),
   h("h3", { style: "margin-top:8px" }, "Prompt"), h("div", { class: "text" }, records[0].prompt)), columns);
-  columns.querySelector("[aria-current=true]")?.scrollIntoView({ block: "nearest", inline: "center" });
+  const own = columns.querySelector("[aria-current=true]");  // the filters stay where they are
+  if (own) columns.scrollLeft = own.offsetLeft - columns.offsetLeft - (columns.clientWidth - own.clientWidth) / 2;
 }
 
 function card(record, rows, mode, isChosen) {
   const pairs = Object.entries({ "end": record.finish_reason, "outcome": record.outcome, "failure": record.failure, "format": record.format_ok === null ? null : record.format_ok ? "right" : "wrong", "tokens": record.response_tokens,
-    "attempts before": record.attempt || null, "shaped reward": record.credit?.reward, "advantage": record.credit?.advantage, "weight": record.credit?.train_weight, "versions": versions(record),
+    "attempts before": record.attempt || null, "shaped reward": record.credit?.reward, "advantage": record.credit?.advantage, "weight": record.credit?.train_weight, "versions": versions(record).join(", "),
     "generation, s": record.generated_at && record.asked_at ? record.generated_at - record.asked_at : null, "reward, s": record.scored_at && record.generated_at ? record.scored_at - record.generated_at : null });
   const shownOf = value => typeof value === "number" ? number(value) : typeof value === "string" ? value : JSON.stringify(value);
   const list = (title, entries) => entries.length > 0 && [title && h("h3", {}, title), h("dl", {}, entries.map(([name, value]) => [h("dt", {}, words(name)), h("dd", { class: name === "failure" ? "bad" : "" }, shownOf(value))]))];
@@ -222,7 +232,9 @@ function card(record, rows, mode, isChosen) {
     list("Terms of the score", Object.entries(record.terms || {})), list("What the reward says", Object.entries(record.details || {})), list("", pairs_(pairs)), list("Metrics of the episode", Object.entries(record.episode?.metrics || {})), list("Data", Object.entries(record.columns || {})));
 }
 const pairs_ = entries => entries.filter(([, value]) => value !== null && value !== undefined && value !== "");
-const versions = record => [...new Set((record.versions || []).map(([, version]) => version))].join(", ");
+// Weight versions of a record's training rows; the first row has branch 0.
+const spansOf = (record, branch) => branch ? record.branch_versions?.[branch - 1] : record.versions;
+const versions = record => [...new Set([record.versions, ...(record.branch_versions || [])].flatMap(spans => (spans || []).map(([, version]) => version)))];
 
 function turns(episode) {
   let turn = (episode.rewards?.length ?? 0) - episode.messages.filter(message => message.role === "assistant").length;  // the prompt may contain assistant messages
@@ -243,9 +255,9 @@ const MODES = {
   difference: { label: "engine − trainer", there: row => row.old_log_probs && row.rollout_log_probs, of: row => from(row, "rollout_log_probs", "old_log_probs") },
   reference: { label: "policy − reference", there: row => row.ref_log_probs && row.rollout_log_probs, of: row => from(row, "rollout_log_probs", "ref_log_probs") },
   value: { label: "value of the critic", there: row => row.values, of: row => row.values },
-  version: { label: "weight version", there: (row, record) => record.versions?.length, of: (row, record) => {
-    const first = record.prompt_tokens; let at = 0;
-    return row.texts.map((_, index) => { while (record.versions[at + 1] && record.versions[at + 1][0] <= index - first) at += 1; return index >= first ? record.versions[at]?.[1] ?? null : null; }); }, kinds: true },
+  version: { label: "weight version", there: (row, record) => spansOf(record, row.branch)?.length, of: (row, record) => {
+    const spans = spansOf(record, row.branch) || [];
+    return row.texts.map((_, index) => spans.findLast(([start]) => start <= index - row.prompt_length)?.[1] ?? null); }, kinds: true },
 };
 const numbersOf = (row, mode, record) => { const all = MODES[mode].of(row, record); return all && row.texts.map((_, index) => row.chosen[index] ? all[index] ?? null : null); };
 function paint(value, mode, most) {
@@ -258,12 +270,13 @@ const largest = (rows, mode, record) => rows.flatMap(row => numbersOf(row, mode,
 
 function strip(row, mode, record, rows) {
   const numbers = numbersOf(row, mode, record) || [], most = state.most = largest(rows, mode, record);
-  return h("div", { class: "text tokens" }, row.texts.map((text, index) => h("span", { class: row.chosen[index] ? "" : "given", style: paint(numbers[index], mode, most),
-    title: Object.entries(MODES).filter(([one]) => MODES[one].there(row, record)).map(([one, { label, of }]) => `${label}: ${row.chosen[index] ? number(of(row, record)[index]) : "–"}`).join("\n") }, text)));
+  return [rows.length > 1 && h("h3", {}, `Training row ${row.branch + 1} of ${rows.length}`), !MODES[mode].there(row, record) && h("p", { class: "soft" }, `${MODES[mode].label}: not recorded for this row`),
+    h("div", { class: "text tokens" }, row.texts.map((text, index) => h("span", { class: row.chosen[index] ? "" : "given", style: paint(numbers[index], mode, most),
+    title: Object.entries(MODES).filter(([one]) => MODES[one].there(row, record)).map(([one, { label, of }]) => `${label}: ${row.chosen[index] ? number(of(row, record)[index]) : "–"}`).join("\n") }, text)))];
 }
 
 function scale(mode, rows, records) {
-  if (MODES[mode].kinds) return h("div", { class: "scale" }, [...new Set(records.flatMap(one => (one.versions || []).map(([, version]) => version)))].sort((a, b) => a - b).map(version => [h("i", { style: `background:${color(version)}55;width:14px` }), `version ${version}`]));
+  if (MODES[mode].kinds) return h("div", { class: "scale" }, [...new Set(records.flatMap(versions))].sort((a, b) => a - b).map(version => [h("i", { style: `background:${color(version)}55;width:14px` }), `version ${version}`]));
   return h("div", { class: "scale" }, MODES[mode].one ? "0" : "low", h("i", { style: `background:linear-gradient(90deg, ${MODES[mode].one ? "transparent, #e0503f" : "#e0503f, transparent, #2f9e5b"})` }), MODES[mode].one ? "unlikely" : "high", " (of each sample's largest; a token's numbers are in its tooltip; faded tokens are not the policy's)");
 }
 
@@ -341,7 +354,7 @@ function moved(prompts, domain, filters) {
   const [before, after] = prompts.map(list => new Map(list.map(item => [item.value, item])));
   const both = [...before.keys()].filter(key => after.has(key) && before.get(key).score !== null && after.get(key).score !== null).map(key => ({ key, x: before.get(key).score, y: after.get(key).score })).sort((a, b) => Math.abs(b.y - b.x) - Math.abs(a.y - a.x)).slice(0, 12);
   return both.length > 0 && h("section", { class: "card", "aria-label": "Prompts that moved most" }, h("h2", {}, "Prompts that moved most"), h("table", {}, h("thead", {}, h("tr", {}, ["prompt", "before", "after", "change"].map((name, at) => h("th", { scope: "col", class: at ? "n" : "" }, name)))),
-    h("tbody", {}, both.map(({ key, x, y }) => h("tr", {}, h("td", {}, h("a", { href: `#samples?${new URLSearchParams({ run: run().name, domain, prompt_uid_min: key, prompt_uid_max: key, sort: "step" })}` }, `prompt ${key}`)), h("td", { class: "n" }, number(x)), h("td", { class: "n" }, number(y)), h("td", { class: `n ${y < x ? "bad" : "good"}` }, `${y > x ? "+" : ""}${number(y - x)}`))))));
+    h("tbody", {}, both.map(({ key, x, y }) => h("tr", {}, h("td", {}, h("a", { href: `#samples?${new URLSearchParams({ run: run().name, domain, prompt_uid_min: key, prompt_uid_max: key, sort: "step" })}` }, `prompt ${key}`)), h("td", { class: "n" }, number(x)), h("td", { class: "n" }, number(y)), h("td", { class: `n ${y < x ? "bad" : y > x ? "good" : ""}` }, `${y > x ? "+" : ""}${number(y - x)}`))))));
 }
 
 // ---------------------------------------------------------------- timeline
