@@ -27,6 +27,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(?P<open>\(?)(.*)", re.DOTALL)
 _ARGUMENT = re.compile(r"--([\w.-]+)|(?:--|\+{0,2})([\w@/.-]+)=(.*)", re.DOTALL)
 _END = re.compile(r"[|&;]+|\d?[<>].*")
 _BEFORE_ASSIGNMENT = re.compile(r"export|local|readonly|declare|-a|then|do|else")
+_UNKNOWN = re.compile(r"\$(?!\{oc\.env:)")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 
 
@@ -92,13 +93,16 @@ class Conversion:
         value, words, targets, failure = setting.value, entry.get("words"), entry["to"], ""
         if isinstance(targets, str):
             targets = {targets: entry.get("value", "value")}
-        if re.search(r"\$(?!\{oc\.env:)", str(value)):
-            return f"holds a part that is known there only; set {', '.join(targets)}"
+        unknown = f"holds a part that is known there only; set {', '.join(targets)}"
+        if _UNKNOWN.search(str(value)) and "partly" not in entry:
+            return unknown
         if words and value is not None:
             value = words.get(str(value).rpartition(".")[2].lower(), FAILED)
         for path, expression in targets.items() if value is not None else ():
             converted = evaluate(expression, value=value, name=name, **self._scope)
-            if converted is FAILED:
+            if _UNKNOWN.search(str(converted)):
+                converted, failure = None, unknown
+            elif converted is FAILED:
                 failure = f"has no counterpart; {path} may be {', '.join(words.values())}" if words else f"does not fit {path}; set that"
             for each in self._names if converted not in (None, FAILED) else ():
                 full = path.replace("{name}", name).replace("{each}", each)
