@@ -202,14 +202,15 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
     return play
 
 
-def _told(error: BaseException | None) -> str:
-    """Text of an exception, of the HTTP response in it, and of its causes."""
-    texts = []
-    while error is not None:
+def _told(error: BaseException) -> str:
+    """Text of an exception, of those behind it, and of HTTP responses in them."""
+    texts, errors = [], [error]
+    for one in errors:
         with suppress(Exception):  # clients refuse the text of a response that was not read
-            texts.append(error.response.text)  # type: ignore[attr-defined]
-        texts.append(str(error))
-        error = error.__cause__
+            texts.append(one.response.text)  # type: ignore[attr-defined]
+        texts.append(str(one))
+        members = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        errors += [new for new in (one.__cause__, one.__context__, *members) if new is not None and new not in errors]
     return " ".join(texts)
 
 

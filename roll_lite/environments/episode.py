@@ -320,12 +320,14 @@ class Player:
         try:
             try:
                 async with asyncio.timeout(limit_s) as policy.timer:
-                    with suppress(EpisodeOver):
+                    try:
                         result = await self._play(order.task, policy)
                         if isinstance(result, bool | np.bool_):
                             policy.correct = bool(result)
                         if result is not None:
                             policy.reward(float(result))
+                    except* EpisodeOver:  # also in the exception group of a task group
+                        pass
             except TimeoutError:
                 if policy.limit is None or policy.timer is None or not policy.timer.expired():
                     raise

@@ -342,6 +342,37 @@ async def test_an_error_that_names_the_limit_ends_the_episode_at_it(error: str) 
     assert isinstance(end, Ended) and (end.finish_reason, end.record.rewards) == (FinishReason.LENGTH, (0.0,)), end
 
 
+@pytest.mark.parametrize("handled", [False, True])
+async def test_a_limit_that_ends_one_of_several_sub_agents_ends_the_episode(handled: bool) -> None:
+    """The group's own text does not name the limit, nor does that of an error raised while the limit's is handled."""
+
+    async def sub_agents(task: Task, endpoint: Endpoint) -> None:
+        refused, answered = asyncio.Event(), asyncio.Event()
+
+        async def long() -> None:
+            reply = await post(endpoint, [{"role": "user", "content": "x" * 200}])
+            refused.set()
+            await answered.wait()
+            try:
+                reply.raise_for_status()
+            except httpx2.HTTPStatusError:
+                if handled:
+                    raise RuntimeError("a sub-agent failed")  # noqa: B904 - without a cause
+                raise
+
+        async def short() -> None:
+            await refused.wait()
+            await post(endpoint, task.messages)
+            answered.set()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(long())
+            group.create_task(short())
+
+    _, end = await played(sub_agents, "3")
+    assert isinstance(end, Ended) and (end.finish_reason, end.record.rewards) == (FinishReason.LENGTH, (0.0,)), end
+
+
 async def test_an_agent_that_goes_on_after_a_limit_ends_at_the_limit() -> None:
     async def stubborn(task: Task, endpoint: Endpoint) -> float:
         await post(endpoint, [{"role": "user", "content": "x" * 200}])

@@ -149,6 +149,17 @@ async def test_an_episode_ends_after_its_last_turn() -> None:
     assert (end.finish_reason, end.record.rewards, end.record.correct) == (FinishReason.MAX_TURNS, (-0.25, -0.25), None)
 
 
+async def test_the_end_of_an_episode_may_be_wrapped_by_a_task_group() -> None:
+    async def grouped(task: Task, policy: Policy) -> float:
+        async with asyncio.TaskGroup():
+            await policy.respond("Go.")
+            await policy.respond("Go on.")
+        return 1.0
+
+    _, end = await played(grouped, "1", max_turns=1)
+    assert isinstance(end, Ended) and (end.finish_reason, end.record.rewards) == (FinishReason.MAX_TURNS, (0.0,)), end
+
+
 async def test_an_episode_ends_when_no_token_of_a_response_has_room() -> None:
     """A response takes 2 tokens and "higher" 6: with 9 tokens one is left for the second response, with 8 none."""
     (shown, end), (few, cut) = await played(guessing(), "1", "3", room=9), await played(guessing(), "1", room=8)
