@@ -90,7 +90,7 @@ class AgentSession:
         node, new, digest = self._match(request)
         async with self._rendering:  # one at a time, outside the event loop, where long texts would hold up other episodes
             policy.begin_turn()  # other requests may have taken the last one
-            renderer, ids = await asyncio.to_thread(self._render, request, node, new)
+            renderer, ids, contents = await asyncio.to_thread(self._render, request, node, new)
             length = len(ids) + (0 if node is None else node.length)
             if not length:
                 raise ValueError("the prompt is empty")
@@ -100,7 +100,7 @@ class AgentSession:
                     FinishReason.LENGTH, f"no room is left for a response: the conversation has {length} of {policy.longest} tokens"
                 )
         most = min(limit for limit in (room, limits.max_turn_tokens, request.max_tokens) if limit is not None)
-        response = await policy.sample(ids, None if node is None else node.number, most, request.stop, new)
+        response = await policy.sample(ids, None if node is None else node.number, most, request.stop, contents)
         sampled = _Node(response.number, response.ids.tolist(), length + len(response.ids))
         message, stop = self._reply(renderer.message(sampled.ids), request, renderer.thinking)
         reason: Literal["stop", "length"] = "length" if response.finish_reason is FinishReason.LENGTH else "stop"
@@ -116,11 +116,14 @@ class AgentSession:
         self._conversations[sampled.number] = [*prompt, message]
         return reply
 
-    def _render(self, request: ChatRequest, node: _Node | None, new: list[Message]) -> tuple[Renderer, list[int]]:
+    def _render(self, request: ChatRequest, node: _Node | None, new: list[Message]) -> tuple[Renderer, list[int], int]:
+        """Return (renderer, tokens, `contents` of `Policy.sample`)."""
         renderer = self._renderer_of(request.tools)
         if request.text is not None:
-            return renderer, renderer.text(request.text)
-        return renderer, renderer.prompt(new) if node is None else renderer.continuation(node.ids, new)
+            return renderer, renderer.text(request.text), 0
+        if node is None:
+            return renderer, renderer.prompt(new), 0
+        return renderer, renderer.continuation(node.ids, new), renderer.content_tokens(new)
 
     def _match(self, request: ChatRequest) -> tuple[_Node | None, list[Message], bytes]:
         """Find the latest sampled response that the request repeats. Return (it or None, messages after it, digest of all messages)."""

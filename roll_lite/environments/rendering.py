@@ -260,8 +260,8 @@ class _GuardedText:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, text: str) -> list[int]:
-        """Tokenize text that follows other text. SentencePiece would add a space at the start, so a line break is put before the text,
-        and the line break's tokens are dropped."""
+        """Tokenize text that follows other text: behind a line break, whose tokens are dropped, since SentencePiece adds a space at
+        the start."""
         ids = self._ids(f"\n{text}")
         length = len(self._line_break)
         return ids[length:] if ids[:length] == self._line_break else self._ids(text)

@@ -49,11 +49,17 @@ def renderer_of(tools: Sequence[dict[str, Any]]) -> Characters:
 
 
 async def played(
-    agent: Agent, *responses: str, gives_reward: bool = True, delay: float = 0.0, renderer_of: Any = renderer_of, **limits: Any
+    agent: Agent,
+    *responses: str,
+    gives_reward: bool = True,
+    delay: float = 0.0,
+    renderer_of: Any = renderer_of,
+    own: Any = None,
+    **limits: Any,
 ) -> tuple[list[Ask], Any]:
     """Play an episode with these responses, each after `delay`; returns the requests and the last event."""
     given = Limits(**{"max_turns": 9, "turn_timeout_s": 20.0, "max_prompt_tokens": 100} | limits)
-    player = Player(play_agent(agent, "127.0.0.1", renderer_of, gives_reward), Characters(), given, Calls())
+    player = Player(play_agent(agent, "127.0.0.1", renderer_of, gives_reward), own or Characters(), given, Calls())
     player.tell([Begin(7, TASK, 100)])
     asks: list[Ask] = []
     answers = iter(responses)
@@ -404,13 +410,33 @@ async def test_a_huge_request_is_refused_before_it_is_tokenized(messages: list[M
     assert isinstance(end, Ended) and len(asks) == 1
 
 
+class Aside(Characters):
+    """Tokenizes outside the event loop only."""
+
+    def text(self, text: str) -> list[int]:
+        assert threading.current_thread() is not threading.main_thread()
+        return super().text(text)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        return self.text("".join(message["content"] for message in messages))
+
+
+async def test_the_messages_of_a_continuation_hold_up_nobody() -> None:
+    async def two_turns(task: Task, endpoint: Endpoint) -> float:
+        first = (await post(endpoint, task.messages)).json()["choices"][0]["message"]
+        return (await post(endpoint, [*task.messages, first, {"role": "user", "content": "More."}])).status_code
+
+    asks, end = await played(two_turns, "3", "4", own=Aside(), renderer_of=lambda _: Aside())
+    assert isinstance(end, Ended) and (end.record.score, [ask.after for ask in asks]) == (200, [None, 0]), end
+    assert (end.record.metrics["environment_tokens"], end.record.metrics["template_tokens"]) == (5, 0)
+
+
 async def test_floods_of_long_requests_hold_up_nobody() -> None:
     """They are rendered one at a time, outside the event loop, and no more than max_turns + 1 of them."""
     rendering, rendered = threading.Lock(), list[int]()
 
-    class Slow(Characters):
+    class Slow(Aside):
         def prompt(self, messages: Sequence[Message]) -> list[int]:
-            assert threading.current_thread() is not threading.main_thread()
             assert rendering.acquire(blocking=False), "two at a time"
             rendered.append(len(messages))
             time.sleep(0.05)
