@@ -70,7 +70,8 @@ class AgentSession:
         self._conversations: dict[int, list[Message]] = {}
         self._call_ids: set[str] = set()
         self._call_numbers = count()
-        policy.count("refused_requests", 0)
+        for name in ("refused_requests", "tool_calls", "tool_errors"):
+            policy.count(name, 0)
 
     def refused(self, why: str) -> None:
         self._policy.count("refused_requests")
@@ -141,8 +142,10 @@ class AgentSession:
         reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
         stops = {place: one for one in request.stop if (place := content.find(one)) >= 0}
         content = content[: min(stops, default=len(content))]
-        calls = []
+        calls, known = [], {tool["function"]["name"] for tool in request.tools}
         for call in message.get("tool_calls", []):
+            self._policy.count("tool_calls")
+            self._policy.count("tool_errors", "problem" in call or call["function"]["name"] not in known)
             call_id = call["id"]
             while call_id in self._call_ids:
                 call_id = f"call{next(self._call_numbers):05d}"

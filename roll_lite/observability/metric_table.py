@@ -71,7 +71,11 @@ EPISODES: dict[str, Metric] = {
         MEAN, "tokens", "The part of episode/environment_tokens that the chat template adds around the messages' contents."
     ),
     "episode/tool_calls": by_domain(MEAN, "calls", "Tool calls of an episode, malformed ones included."),
-    "episode/tool_errors": by_domain(MEAN, "calls", "Tool calls of an episode that were malformed, or whose tool raised an exception."),
+    "episode/tool_errors": by_domain(
+        MEAN,
+        "calls",
+        "Tool calls of an episode that were malformed or of unknown tools, or whose tool (not an agent's own) raised an exception.",
+    ),
     "episode/metric": by_domain(MEAN, "", "A metric of the environment's own, per episode. Named `domain/<domain>/<name>/episode/metric`."),
 }
 

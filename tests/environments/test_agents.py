@@ -249,6 +249,21 @@ async def test_a_call_keeps_the_id_that_the_model_gave_it() -> None:
     assert end.record.answer == "abcdefgh1 abcdefgh2 call00000"
 
 
+async def test_calls_are_counted_and_those_that_no_tool_can_answer() -> None:
+    class Calls(Characters):
+        def message(self, response_ids: Sequence[int]) -> Message:
+            kinds: list[tuple[str, dict[str, str]]] = [("add", {}), ("add", {"problem": "not valid JSON", "text": "{"}), ("subtract", {})]
+            calls = [{"type": "function", "id": "", "function": {"name": name, "arguments": {}}, **more} for name, more in kinds]
+            return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    async def asks(task: Task, endpoint: Endpoint) -> float:
+        await post(endpoint, task.messages, tools=[{"type": "function", "function": {"name": "add"}}])
+        return 1.0
+
+    _, end = await played(asks, "", renderer_of=lambda _: Calls())
+    assert (end.record.metrics["tool_calls"], end.record.metrics["tool_errors"]) == (3, 2)
+
+
 async def test_requests_to_the_endpoint_take_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
