@@ -70,7 +70,8 @@ class AgentSession:
         self._conversations: dict[int, list[Message]] = {}
         self._call_ids: set[str] = set()
         self._call_numbers = count()
-        for name in ("refused_requests", "tool_calls", "tool_errors"):
+        self._unrepeated: set[bytes] = set()
+        for name in ("refused_requests", "repeated_responses", "tool_calls", "tool_errors"):
             policy.count(name, 0)
 
     def refused(self, why: str) -> None:
@@ -100,6 +101,9 @@ class AgentSession:
                 policy.finish(
                     FinishReason.LENGTH, f"no room is left for a response: the conversation has {length} of {policy.longest} tokens"
                 )
+        repeated = self._unrepeated.intersection(_said(one) for one in new if one["role"] == "assistant")
+        self._unrepeated -= repeated
+        policy.count("repeated_responses", len(repeated))
         most = min(limit for limit in (room, limits.max_turn_tokens, request.max_tokens) if limit is not None)
         response = await policy.sample(ids, None if node is None else node.number, most, request.stop, contents)
         sampled = _Node(response.number, response.ids.tolist(), length + len(response.ids))
@@ -111,6 +115,7 @@ class AgentSession:
             if not request.gives_thoughts:
                 given.pop("reasoning_content", None)
             self._nodes[_digest(digest, given)] = sampled
+            self._unrepeated.add(_said(given))
         if node is not None:
             self._conversations.pop(node.number, None)
         prompt = request.messages if request.text is None else [{"role": "user", "content": request.text}]
@@ -160,6 +165,11 @@ def _digest(before: bytes, message: Message) -> bytes:
     """Digest of a conversation with `message` appended. `before`: digest without it. Outer white space is ignored: clients strip it."""
     known = {name: value.strip() if isinstance(value, str) else value for name, value in message.items() if value}
     return hashlib.sha256(before + _json(known)).digest()
+
+
+def _said(message: Message) -> bytes:
+    """Digest of a response without its thoughts."""
+    return _digest(b"", {name: message.get(name) for name in ("content", "tool_calls")})
 
 
 def _json(value: Any) -> bytes:

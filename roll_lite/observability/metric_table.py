@@ -53,6 +53,11 @@ credit_mean = partial(Metric, MEAN, by="domain", denominators=CREDIT)
 EPISODES: dict[str, Metric] = {
     "episode/turns": by_domain(MEAN, "turns", "Responses of an episode, in domains with an environment."),
     "episode/rows": by_domain(MEAN, "rows", "Rows of an episode in training: 1, and one for each branch of an agent's requests."),
+    "episode/repeated_responses": by_domain(
+        MEAN,
+        "responses",
+        "Responses that an agent's request repeated but could not continue, per episode: their text is context of another row.",
+    ),
     "episode/overridden_parameters": by_domain(
         MEAN, "parameters", "Sampling parameters in an agent's requests that the run's own settings overrode, per episode."
     ),

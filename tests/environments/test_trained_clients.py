@@ -172,6 +172,7 @@ async def test_chat_completions(family: str, streams: bool, drops: bool, tokeniz
     played = await trained(agent, tokenizer_of(family), family)
     assert (told(played), played.record.answer) == (SUNNY, ANSWER)
     assert played.responses == ([1, 1, 1] if drops else [3]), "dropped thoughts begin a row"
+    assert played.record.metrics["repeated_responses"] == (2 if drops else 0)
 
 
 async def test_edits_retries_and_forks(tokenizer_of: MakeTokenizer) -> None:
@@ -191,6 +192,7 @@ async def test_edits_retries_and_forks(tokenizer_of: MakeTokenizer) -> None:
     texts = ["I look." + calls("qwen2.5", {"city": "Paris"}), "A", "B", "C", "D", "Edited"]
     played = await trained(agent, tokenizer_of("qwen2.5"), "qwen2.5", texts)
     assert played.responses == [2, 1, 1, 1, 1]
+    assert played.record.metrics["repeated_responses"] == 1, "behind the edit"
     befores = [one.before for one in played.engine.sampled]
     first = [*befores[0], *played.engine.sampled[0].ids]
     assert [before[: len(first)] == first for before in befores] == [False, True, True, True, True, False]
