@@ -102,6 +102,7 @@ class ChatRenderer:
         return _message(self._parser, response_ids)
 
     def difference(self) -> str | None:
+        found = defaultdict[tuple[str, str], list[str]](list)
         for kind, messages in _conversations(bool(self._tools)):
             try:
                 whole = self._text.encode(self._render(messages, self._tools), start=True)
@@ -111,11 +112,13 @@ class ChatRenderer:
             if ids != whole[: len(ids)]:
                 place = _common(ids, whole)
                 here, there = (self._tokenizer.decode(side[max(place - 4, 0) : place + 12]) for side in (ids, whole))
-                return (
-                    f"{self._setting}: in a conversation with {kind}, an episode's tokens read {here!r} where the chat template, "
-                    f"applied to the whole conversation, writes {there!r}"
-                )
-        return None
+                found[here, there].append(kind)
+        lines = [
+            f"in a conversation with {' or '.join(kinds)}, an episode's tokens read {here!r} where the chat template, applied to the whole "
+            f"conversation, writes {there!r}"
+            for (here, there), kinds in found.items()
+        ]
+        return f"{self._setting}: " + "\n  ".join(lines) if lines else None
 
     def _incremental(self, messages: Sequence[Message]) -> Iterator[int]:
         response: list[int] | None = None
