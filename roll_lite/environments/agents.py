@@ -59,14 +59,16 @@ class _Node:
 
 
 class AgentSession:
-    """Conversations of one episode. A request that repeats an earlier request and its reply continues that conversation's tokens; any other
-    starts a new conversation."""
+    """Conversations of one episode. A request that repeats an earlier one and its reply continues those tokens; any other starts a new
+    conversation."""
 
     def __init__(self, policy: Policy, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer]) -> None:
         self._policy = policy
         self._renderer_of = renderer_of
         self._rendering = asyncio.Lock()
         self._nodes: dict[bytes, _Node] = {}
+        self._texts: set[int] = set()
+        """Lengths of text prompts with their responses."""
         self._conversations: dict[int, list[Message]] = {}
         self._call_ids: set[str] = set()
         self._call_numbers = count()
@@ -116,6 +118,10 @@ class AgentSession:
                 given.pop("reasoning_content", None)
             self._nodes[_digest(digest, given)] = sampled
             self._unrepeated.add(_said(given))
+        elif exact := renderer.exact(sampled.ids):
+            text = request.text + exact
+            self._texts.add(len(text))
+            self._nodes[hashlib.sha256(text.encode(errors="surrogatepass")).digest()] = sampled
         if node is not None:
             self._conversations.pop(node.number, None)
         prompt = request.messages if request.text is None else [{"role": "user", "content": request.text}]
@@ -126,13 +132,17 @@ class AgentSession:
         """Return (renderer, tokens, `contents` of `Policy.sample`)."""
         renderer = self._renderer_of(request.tools)
         if request.text is not None:
-            return renderer, renderer.text(request.text), 0
+            ids = renderer.text(new[0]["content"], node is not None)
+            return renderer, ids, len(ids)
         if node is None:
             return renderer, renderer.prompt(new), 0
         return renderer, renderer.continuation(node.ids, new), renderer.content_tokens(new)
 
     def _match(self, request: ChatRequest) -> tuple[_Node | None, list[Message], bytes]:
         """Find the latest sampled response that the request repeats. Return (it or None, messages after it, digest of all messages)."""
+        if request.text is not None:
+            node, rest = self._match_text(request.text)
+            return node, [{"role": "user", "content": rest}], b""
         digest = hashlib.sha256(_json(request.tools)).digest()
         node, new = None, request.messages
         for place, message in enumerate(request.messages):
@@ -140,6 +150,16 @@ class AgentSession:
             if message["role"] == "assistant" and (known := self._nodes.get(digest)) is not None:
                 node, new = known, request.messages[place + 1 :]
         return node, new, digest
+
+    def _match_text(self, text: str) -> tuple[_Node | None, str]:
+        """Return (last response in a prompt's text or None, the text after it)."""
+        node, rest, hashed, at = None, text, hashlib.sha256(), 0
+        for length in sorted(one for one in self._texts if one <= len(text)):
+            hashed.update(text[at:length].encode(errors="surrogatepass"))
+            at = length
+            if (known := self._nodes.get(hashed.digest())) is not None:
+                node, rest = known, text[length:]
+        return node, rest
 
     def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> tuple[Message, str | None]:
         """Convert a response for clients: separate thoughts, cut at the stop string, replace call ids that the episode has used. Return

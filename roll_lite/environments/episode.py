@@ -39,8 +39,12 @@ class Renderer(Protocol):
     thinking: bool
     """True if the generation prompt opens the thoughts (<think>), so that responses lack the opening tag."""
 
-    def text(self, text: str) -> list[int]:
-        """Tokenize a whole prompt without a template."""
+    def text(self, text: str, after: bool = False) -> list[int]:
+        """Tokenize a prompt without a template. `after`: it follows a response."""
+        ...
+
+    def exact(self, response_ids: Sequence[int]) -> str:
+        """Decode a response with its special tokens."""
         ...
 
     def content_tokens(self, messages: Sequence[Message]) -> int:

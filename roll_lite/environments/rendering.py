@@ -64,9 +64,9 @@ class ChatRenderer:
         self._remedy = f"name a template for multi-turn conversations in {setting}.file"
         self._template = tokenizer.get_chat_template(chat_template, self._tools)
         self._later_tools = self._tools
-        """Tools passed to the template for continuations; None, which is faster, if they do not change the rendered text."""
+        """Tools for continuations; None, which is faster, if they do not change the text."""
         self._needs_calls = bool(tools)
-        """True if the dummy response before tool results needs tool calls for the template to render the results as usual."""
+        """True if the template renders tool results as usual only after a response with calls."""
         self._closing = self._after([], prompt=False)
         """Text that the template writes after the last assistant message's content."""
         self._end = self._text.first_added(self._text.encode(self._closing))[1]
@@ -91,9 +91,11 @@ class ChatRenderer:
         closed = first is not None and (last == first or (first == self._end and last in self._ends))
         return ids[place + 1 :] if closed else ids
 
-    def text(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+    def text(self, text: str, after: bool = False) -> list[int]:
+        return self._text.encode(text, start=not after)
+
+    def exact(self, response_ids: Sequence[int]) -> str:
+        return self._parser.decode(response_ids)
 
     def content_tokens(self, messages: Sequence[Message]) -> int:
         return sum(len(self._text.encode(one.get("content") or "")) for one in self._guarded(messages))
@@ -202,8 +204,11 @@ class PlainRenderer:
         first, _, rest = text.partition(self._prompts.mark)
         return [*self._template.tokenize([first])[0], *self._prompts.encode(rest)]
 
-    def text(self, text: str) -> list[int]:
-        return self._template.tokenize([text])[0]
+    def text(self, text: str, after: bool = False) -> list[int]:
+        return self._text.encode(text) if after else self._template.tokenize([text])[0]
+
+    def exact(self, response_ids: Sequence[int]) -> str:
+        return self._parser.decode(response_ids)
 
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         return self._text.encode(self._text.guard("".join(one["content"] for one in messages)))

@@ -428,7 +428,7 @@ async def test_a_huge_request_is_refused_before_it_is_tokenized(messages: list[M
 class Aside(Characters):
     """Tokenizes outside the event loop only."""
 
-    def text(self, text: str) -> list[int]:
+    def text(self, text: str, after: bool = False) -> list[int]:
         assert threading.current_thread() is not threading.main_thread()
         return super().text(text)
 

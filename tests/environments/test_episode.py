@@ -36,8 +36,11 @@ from roll_lite.environments.episode import (
 class Characters:
     thinking = False
 
-    def text(self, text: str) -> list[int]:
+    def text(self, text: str, after: bool = False) -> list[int]:
         return [ord(one) for one in text]
+
+    def exact(self, response_ids: Sequence[int]) -> str:
+        return "".join(map(chr, response_ids))
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return [ord(one) for message in messages for one in message["content"]]

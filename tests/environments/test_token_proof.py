@@ -138,7 +138,7 @@ class Agent:
                 raise error
 
     async def send(self, request: ChatRequest) -> None:
-        expected = continued_by(request, self.answered)
+        expected = continued_by(request, self.answered) if request.text is None else self.continued_text(request.text)
         node, new, _ = self.session._match(request)
         try:
             reply: ChatReply = await self.session.respond(request)
@@ -150,6 +150,17 @@ class Agent:
         self.answered.append((request, as_sent(reply).message, asked.number))
         if request.text is None:
             self.check_given(asked, request, None if node is None else node.ids, new)
+
+    def continued_text(self, text: str) -> set[int]:
+        """Responses that end the longest earlier text, special tokens included, that this one begins with."""
+        ids, decode = {node.number: node.ids for node in self.session._nodes.values()}, self.session._renderer_of([])._tokenizer.decode
+        wholes = [
+            (f"{earlier.text}{decode(ids[number])}", number)
+            for earlier, _, number in self.answered
+            if earlier.text is not None and number in ids
+        ]
+        longest = max((len(whole) for whole, _ in wholes if text.startswith(whole)), default=0)
+        return {number for whole, number in wholes if len(whole) == longest and text.startswith(whole)}
 
     def check_given(self, ask: Ask, request: ChatRequest, before: list[int] | None, new: list[Message]) -> None:
         """What others wrote never becomes an added token: there are as many as with harmless texts."""
@@ -179,7 +190,9 @@ class Agent:
         if kind == "retry":
             return earlier
         if kind == "raw text":
-            return ChatRequest([], [], None, (), text="Raw text to complete.")
+            ends = chance.choice(("", " and on", *self.session._renderer_of([])._tokenizer.all_special_tokens))
+            text = "Raw text to complete." if earlier.text is None else f"{earlier.text}{reply['content']}{ends}"
+            return self.limited(ChatRequest([], [], None, (), text=text))
         messages = [*earlier.messages, reply, *self.answers(reply)]
         if kind == "edit":
             place = chance.randrange(len(messages))
@@ -297,7 +310,7 @@ def continued_by(request: ChatRequest, answered: list[tuple[ChatRequest, Message
         whole = [*earlier.messages, reply]
         if earlier.text is None and earlier.tools == request.tools and stripped(request.messages[: len(whole)]) == stripped(whole):
             found.setdefault(len(whole), set()).add(number)
-    return found[max(found)] if found and request.text is None else set()
+    return found[max(found)] if found else set()
 
 
 def stripped(messages: list[Message]) -> list[str]:

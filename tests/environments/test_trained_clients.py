@@ -231,19 +231,26 @@ async def test_responses(family: str, streams: bool, keeps: bool, tokenizer_of: 
     assert (told(played), played.record.answer, played.responses) == (SUNNY, ANSWER, [3])
 
 
-async def test_completions(tokenizer_of: MakeTokenizer) -> None:
-    """Texts have no messages that could be matched: each is a prompt."""
+@pytest.mark.parametrize(
+    ("most", "between", "responses"),
+    [(None, "", [1, 1, 1]), (None, "<|eot_id|>And? ", [3]), (2, "", [3]), (2, "And <|eot_id|>? ", [3]), (2, "\b", [1, 1, 1])],
+    ids=["without its end", "with its end", "cut", "cut and more", "edited"],
+)
+async def test_completions(most: int | None, between: str, responses: list[int], tokenizer_of: MakeTokenizer) -> None:
+    """A text that begins with an earlier prompt and all of its response continues it."""
 
     async def agent(task: Task, endpoint: Endpoint) -> str:
         text = TASK
         async with client_of(endpoint) as client:
             for _ in range(2):
-                text += (await client.completions.create(model=endpoint.model, prompt=text)).choices[0].text
+                text += (await client.completions.create(model=endpoint.model, prompt=text, max_tokens=most)).choices[0].text
+                text = text[:-1] if between == "\b" else text + between
             stream = await client.completions.create(model=endpoint.model, prompt=text, stream=True)
             return "".join([piece.choices[0].text async for piece in stream])
 
     played = await trained(agent, tokenizer_of("llama3.1"), "llama3.1", [" Sunny", " ☀,", ANSWER])
-    assert (played.record.answer, played.responses) == (ANSWER, [1, 1, 1])
+    assert (played.record.answer, played.responses) == (ANSWER, responses)
+    assert played.record.metrics["template_tokens"] == 0
 
 
 @streamed
