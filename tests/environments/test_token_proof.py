@@ -74,7 +74,7 @@ class Sampled(NamedTuple):
     """Tokens that the engine saw."""
     ids: list[int]
     log_probs: list[float]
-    version: int
+    versions: list[int]
 
 
 class Engine:
@@ -93,19 +93,24 @@ class Engine:
             await asyncio.sleep(0)
         context = [] if request.context is None else [context_record(request, TokenRecord.read(request.context.block, request.context.row))]
         before = TokenRecord.joined([*context, TokenRecord.given(request.prompt_ids)])
-        ids = self._response()[: request.sampling.max_tokens]
+        ids = self.response()[: request.sampling.max_tokens]
         version = len(self.sampled) // 3
-        log_probs = [float(-number) for number in range(self.tokens + 1, self.tokens + 1 + len(ids))]
-        self.tokens += len(ids)
-        self.sampled.append(Sampled(before.ids.tolist(), ids, log_probs, version))
-        chosen = TokenRecord.chosen(Completion(request.request_id, tuple(ids), tuple(log_probs)))
+        log_probs = self.say(before.ids.tolist(), ids, [version] * len(ids))
+        chosen = TokenRecord.chosen(Completion(request.request_id, tuple(ids), log_probs))
         block = token_block([TokenRecord.joined([before, chosen])])
         reason = FinishReason.LENGTH if len(ids) == request.sampling.max_tokens else FinishReason.STOP
         row = TokenRow(block, 0, len(before) + len(ids))
         spans = (VersionSpan(0, version),)
         return Turn(request.request_id, len(ids), "", reason, spans, tokens=row, ids=np.array(ids, np.int32).tobytes())
 
-    def _response(self) -> list[int]:
+    def say(self, before: list[int], ids: list[int], versions: list[int]) -> tuple[float, ...]:
+        """Keep what was sampled; return the log-probs."""
+        log_probs = [float(-number) for number in range(self.tokens + 1, self.tokens + 1 + len(ids))]
+        self.tokens += len(ids)
+        self.sampled.append(Sampled(before, ids, log_probs, versions))
+        return tuple(log_probs)
+
+    def response(self) -> list[int]:
         chance = self.chance
         text = "".join(chance.choices(SAID, k=chance.randint(0, 5)))
         if self.family == "qwen3" and chance.random() < 0.7:
@@ -286,9 +291,10 @@ def check(engine: Engine, rows: Sequence[Branch | ReadRow]) -> None:
         assert row.prompt_length + row.response_length == len(record)
         assert row.policy_tokens == int(record.mask.sum()) and not record.log_probs[~record.mask].any()
         starts = {row.prompt_length + span.start: span.version for span in row.versions}
-        position, version = 0, None
+        versions, position = list[int | None](), 0
+        for at in range(len(record)):
+            versions.append(starts.get(at, versions[-1] if versions else None))
         while position < len(record):
-            version = starts.get(position, version)
             if not record.mask[position]:
                 position += 1
                 continue
@@ -296,7 +302,7 @@ def check(engine: Engine, rows: Sequence[Branch | ReadRow]) -> None:
             end = position + len(sampled.ids)
             assert record.mask[position:end].all() and record.ids[position:end].tolist() == sampled.ids, "its own ids"
             assert record.log_probs[position:end].tolist() == sampled.log_probs, "their own log-probs"
-            assert version == sampled.version and not starts.keys() & set(range(position + 1, end)), "their own version"
+            assert versions[position:end] == sampled.versions, "their own versions"
             assert record.ids[:position].tolist() == sampled.before, "behind the tokens that the engine saw"
             trained += sampled.log_probs
             position = end

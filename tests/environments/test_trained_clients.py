@@ -70,7 +70,7 @@ class Scripted(Engine):
         super().__init__(random.Random(1), tokenizer.eos_token_id, lambda text: tokenizer.encode(text, add_special_tokens=False), family)
         self.script = iter(script)
 
-    def _response(self) -> list[int]:
+    def response(self) -> list[int]:
         text = next(self.script)
         return [*(one for at in range(0, len(text), 3) for one in self.encode(text[at : at + 3])), self.eos]
 
