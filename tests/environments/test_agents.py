@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import openai
 import psutil
 import pytest
 import ray
@@ -23,7 +24,7 @@ from support_endpoint import WEATHER
 from roll_lite.config.schema.domains import TOOLS_NEED_CHAT, DomainConfig
 from roll_lite.data.samples import FinishReason
 from roll_lite.data.templates import load_tokenizer
-from roll_lite.environments.agents import Agent, Endpoint, command_agent, play_agent
+from roll_lite.environments.agents import OUTPUT_BYTES, Agent, Endpoint, command_agent, play_agent
 from roll_lite.environments.base import Message, Task
 from roll_lite.environments.build import renderers_of
 from roll_lite.environments.episode import Answer, Ask, Begin, Calls, Ended, Failed, Limits, Player
@@ -90,6 +91,18 @@ print(0.5 if (first["content"], second["content"], task["columns"]) == ("3", "4"
     assert [(ask.number, ask.after) for ask in asks] == [(0, None), (1, 0)]
     assert (end.record.rewards, end.record.branches, end.record.metrics["rows"]) == ((0.0, 0.5), (), 1.0)
     assert [message["content"] for message in end.record.messages] == ["Add.", "3", "More.", "4"]
+
+
+async def test_the_end_of_a_flood_of_output_is_kept(tmp_path: Path) -> None:
+    rest = """
+ask(task["messages"])
+for file in (sys.stderr, sys.stdout):
+    for _ in range(100):
+        print("x" * 100_000, file=file)
+print("y" * 1_000_000, end="z")
+"""
+    _, end = await played(program(tmp_path, rest), "3", gives_reward=False)
+    assert isinstance(end, Ended) and end.record.answer == "y" * (OUTPUT_BYTES - 1) + "z"
 
 
 async def test_an_answer_is_left_to_the_domains_reward(tmp_path: Path) -> None:
@@ -308,6 +321,15 @@ async def test_the_endpoint_is_at_the_nodes_own_address_with_the_episodes_key() 
         pass
     [end] = ends
     assert isinstance(end, Ended) and end.record.correct, end
+
+
+async def test_a_wrong_key_is_told_in_the_cause() -> None:
+    async def mistaken(task: Task, endpoint: Endpoint) -> None:
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key="another") as client:
+            await client.chat.completions.create(model=endpoint.model, messages=task.messages)  # type: ignore[arg-type]
+
+    _, end = await played(mistaken)
+    assert isinstance(end, Failed) and re.search("AuthenticationError: .*401.* no running episode has this API key", end.cause), end
 
 
 async def test_a_conversation_without_room_is_refused() -> None:
