@@ -132,7 +132,7 @@ class Agent:
         self.chance, self.family, self.session, self.asks = chance, family, session, asks
         self.answered: list[tuple[ChatRequest, Message, int]] = []
         """Request, reply as it was sent, and number of the response."""
-        self.refused = 0
+        self.refused = self.texts_continued = 0
 
     async def run(self) -> None:
         for _ in range(self.chance.randint(2, 6)):
@@ -155,6 +155,7 @@ class Agent:
         self.answered.append((request, as_sent(reply).message, asked.number))
         if request.text is None:
             self.check_given(asked, request, None if node is None else node.ids, new)
+        self.texts_continued += request.text is not None and asked.after is not None
 
     def continued_text(self, text: str) -> set[int]:
         """Responses that end the longest earlier text, special tokens included, that this one begins with."""
@@ -194,8 +195,9 @@ class Agent:
         kind = chance.choice(("go on", "go on", "go on", "retry", "edit", "drop thoughts", "other tools", "raw text"))
         if kind == "retry":
             return earlier
-        if kind == "raw text":
-            ends = chance.choice(("", " and on", *self.session._renderer_of([])._tokenizer.all_special_tokens))
+        if kind == "raw text" or earlier.text is not None:
+            end = self.session._renderer_of([])._tokenizer.eos_token
+            ends = chance.choice(("", " and on", end, f"{end} and on"))
             text = "Raw text to complete." if earlier.text is None else f"{earlier.text}{reply['content']}{ends}"
             return self.limited(ChatRequest([], [], None, (), text=text))
         messages = [*earlier.messages, reply, *self.answers(reply)]
@@ -334,7 +336,7 @@ async def test_every_sampled_token_trains_once(conversations: int, family: str, 
 
     special = sorted(set(tokenizer.get_added_vocab().values()) - {tokenizer.eos_token_id})
     renderers = renderers_of(tokenizer)
-    rows = continued = forked = responses = refused = wrote = 0
+    rows = continued = forked = responses = refused = wrote = texts = 0
     for seed in range(conversations):
         chance = random.Random(f"{seed} {family}")
         engine = Engine(chance, tokenizer.eos_token_id, encode, family, special)
@@ -345,11 +347,13 @@ async def test_every_sampled_token_trains_once(conversations: int, family: str, 
         responses += len(engine.sampled)
         wrote += sum(bool(set(sampled.ids[:-1]) & set(special)) for sampled in engine.sampled)
         refused += agent.refused
+        texts += agent.texts_continued
         parents = [ask.after for ask in asks if ask.after is not None]
         continued += len(set(parents))
         forked += len(parents) - len(set(parents))
     assert min(rows - conversations, continued, forked) > conversations / 10, (rows, continued, forked)
     assert refused < responses / 4 < wrote
+    assert texts > conversations / 50
 
 
 async def test_a_dump_gives_every_branch_back(tmp_path: Path, tokenizer_of: Callable[[str], Any]) -> None:
