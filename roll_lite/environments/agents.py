@@ -59,18 +59,22 @@ class _Node:
 
 
 class AgentSession:
-    """Conversations of one episode. A request that repeats an earlier request and its reply continues that conversation's tokens; any other
-    starts a new conversation."""
+    """Conversations of one episode. A request that repeats an earlier one and its reply continues those tokens; any other starts a new
+    conversation."""
 
     def __init__(self, policy: Policy, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer]) -> None:
         self._policy = policy
         self._renderer_of = renderer_of
         self._rendering = asyncio.Lock()
         self._nodes: dict[bytes, _Node] = {}
+        self._texts: set[int] = set()
+        """Lengths of text prompts with their responses."""
         self._conversations: dict[int, list[Message]] = {}
         self._call_ids: set[str] = set()
         self._call_numbers = count()
-        policy.count("refused_requests", 0)
+        self._unrepeated: set[bytes] = set()
+        for name in ("refused_requests", "repeated_responses", "tool_calls", "tool_errors"):
+            policy.count(name, 0)
 
     def refused(self, why: str) -> None:
         self._policy.count("refused_requests")
@@ -90,7 +94,7 @@ class AgentSession:
         node, new, digest = self._match(request)
         async with self._rendering:  # one at a time, outside the event loop, where long texts would hold up other episodes
             policy.begin_turn()  # other requests may have taken the last one
-            renderer, ids = await asyncio.to_thread(self._render, request, node, new)
+            renderer, ids, contents = await asyncio.to_thread(self._render, request, node, new)
             length = len(ids) + (0 if node is None else node.length)
             if not length:
                 raise ValueError("the prompt is empty")
@@ -99,8 +103,11 @@ class AgentSession:
                 policy.finish(
                     FinishReason.LENGTH, f"no room is left for a response: the conversation has {length} of {policy.longest} tokens"
                 )
+        repeated = self._unrepeated.intersection(_said(one) for one in new if one["role"] == "assistant")
+        self._unrepeated -= repeated
+        policy.count("repeated_responses", len(repeated))
         most = min(limit for limit in (room, limits.max_turn_tokens, request.max_tokens) if limit is not None)
-        response = await policy.sample(ids, None if node is None else node.number, most, request.stop, new)
+        response = await policy.sample(ids, None if node is None else node.number, most, request.stop, contents)
         sampled = _Node(response.number, response.ids.tolist(), length + len(response.ids))
         message, stop = self._reply(renderer.message(sampled.ids), request, renderer.thinking)
         reason: Literal["stop", "length"] = "length" if response.finish_reason is FinishReason.LENGTH else "stop"
@@ -110,20 +117,32 @@ class AgentSession:
             if not request.gives_thoughts:
                 given.pop("reasoning_content", None)
             self._nodes[_digest(digest, given)] = sampled
+            self._unrepeated.add(_said(given))
+        elif exact := renderer.exact(sampled.ids):
+            text = request.text + exact
+            self._texts.add(len(text))
+            self._nodes[hashlib.sha256(text.encode(errors="surrogatepass")).digest()] = sampled
         if node is not None:
             self._conversations.pop(node.number, None)
         prompt = request.messages if request.text is None else [{"role": "user", "content": request.text}]
         self._conversations[sampled.number] = [*prompt, message]
         return reply
 
-    def _render(self, request: ChatRequest, node: _Node | None, new: list[Message]) -> tuple[Renderer, list[int]]:
+    def _render(self, request: ChatRequest, node: _Node | None, new: list[Message]) -> tuple[Renderer, list[int], int]:
+        """Return (renderer, tokens, `contents` of `Policy.sample`)."""
         renderer = self._renderer_of(request.tools)
         if request.text is not None:
-            return renderer, renderer.text(request.text)
-        return renderer, renderer.prompt(new) if node is None else renderer.continuation(node.ids, new)
+            ids = renderer.text(new[0]["content"], node is not None)
+            return renderer, ids, len(ids)
+        if node is None:
+            return renderer, renderer.prompt(new), 0
+        return renderer, renderer.continuation(node.ids, new), renderer.content_tokens(new)
 
     def _match(self, request: ChatRequest) -> tuple[_Node | None, list[Message], bytes]:
         """Find the latest sampled response that the request repeats. Return (it or None, messages after it, digest of all messages)."""
+        if request.text is not None:
+            node, rest = self._match_text(request.text)
+            return node, [{"role": "user", "content": rest}], b""
         digest = hashlib.sha256(_json(request.tools)).digest()
         node, new = None, request.messages
         for place, message in enumerate(request.messages):
@@ -132,14 +151,26 @@ class AgentSession:
                 node, new = known, request.messages[place + 1 :]
         return node, new, digest
 
+    def _match_text(self, text: str) -> tuple[_Node | None, str]:
+        """Return (last response in a prompt's text or None, the text after it)."""
+        node, rest, hashed, at = None, text, hashlib.sha256(), 0
+        for length in sorted(one for one in self._texts if one <= len(text)):
+            hashed.update(text[at:length].encode(errors="surrogatepass"))
+            at = length
+            if (known := self._nodes.get(hashed.digest())) is not None:
+                node, rest = known, text[length:]
+        return node, rest
+
     def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> tuple[Message, str | None]:
         """Convert a response for clients: separate thoughts, cut at the stop string, replace call ids that the episode has used. Return
         (message, stop string found or None)."""
         reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
         stops = {place: one for one in request.stop if (place := content.find(one)) >= 0}
         content = content[: min(stops, default=len(content))]
-        calls = []
+        calls, known = [], {tool["function"]["name"] for tool in request.tools}
         for call in message.get("tool_calls", []):
+            self._policy.count("tool_calls")
+            self._policy.count("tool_errors", "problem" in call or call["function"]["name"] not in known)
             call_id = call["id"]
             while call_id in self._call_ids:
                 call_id = f"call{next(self._call_numbers):05d}"
@@ -154,6 +185,11 @@ def _digest(before: bytes, message: Message) -> bytes:
     """Digest of a conversation with `message` appended. `before`: digest without it. Outer white space is ignored: clients strip it."""
     known = {name: value.strip() if isinstance(value, str) else value for name, value in message.items() if value}
     return hashlib.sha256(before + _json(known)).digest()
+
+
+def _said(message: Message) -> bytes:
+    """Digest of a response without its thoughts."""
+    return _digest(b"", {name: message.get(name) for name in ("content", "tool_calls")})
 
 
 def _json(value: Any) -> bytes:
@@ -202,14 +238,15 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
     return play
 
 
-def _told(error: BaseException | None) -> str:
-    """Text of an exception, of the HTTP response in it, and of its causes."""
-    texts = []
-    while error is not None:
+def _told(error: BaseException) -> str:
+    """Text of an exception, of those behind it, and of HTTP responses in them."""
+    texts, errors = [], [error]
+    for one in errors:
         with suppress(Exception):  # clients refuse the text of a response that was not read
-            texts.append(error.response.text)  # type: ignore[attr-defined]
-        texts.append(str(error))
-        error = error.__cause__
+            texts.append(one.response.text)  # type: ignore[attr-defined]
+        texts.append(str(one))
+        members = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        errors += [new for new in (one.__cause__, one.__context__, *members) if new is not None and new not in errors]
     return " ".join(texts)
 
 

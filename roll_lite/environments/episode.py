@@ -39,12 +39,16 @@ class Renderer(Protocol):
     thinking: bool
     """True if the generation prompt opens the thoughts (<think>), so that responses lack the opening tag."""
 
-    def text(self, text: str) -> list[int]:
-        """Tokenize a whole prompt without a template."""
+    def text(self, text: str, after: bool = False) -> list[int]:
+        """Tokenize a prompt without a template. `after`: it follows a response."""
+        ...
+
+    def exact(self, response_ids: Sequence[int]) -> str:
+        """Decode a response with its special tokens."""
         ...
 
     def content_tokens(self, messages: Sequence[Message]) -> int:
-        """Number of tokens in the messages' contents, without text that the template adds."""
+        """Number of tokens in the messages' contents."""
         ...
 
     def difference(self) -> str | None:
@@ -107,7 +111,7 @@ class Limits:
     max_prompt_tokens: int
     max_turn_tokens: int | None = None
     last_reward: bool = False
-    """True: the last response's reward is the score. False: the sum of all rewards."""
+    """True: the last response's reward is the score, not the sum."""
 
 
 class Response(NamedTuple):
@@ -158,6 +162,7 @@ class Policy:
         new = messages_from(messages)
         self.begin_turn()
         self.check_characters(sum(len(one["content"]) for one in new))
+        contents = 0
         if self._last is None:
             ids = self._renderer.prompt(new)
             if len(ids) > self.limits.max_prompt_tokens:
@@ -167,11 +172,12 @@ class Policy:
             if len(ids) >= self.room:
                 self.finish(FinishReason.LENGTH, f"no room is left for a response ({self.room} tokens, {len(ids)} of new messages)")
             self.room -= len(ids)
+            contents = self._renderer.content_tokens(new)
         self.messages += new
         most = self.limits.max_turn_tokens
         after = len(self._rewards) - 1 if self._rewards else None
         try:
-            response = (await self.sample(ids, after, most if most is not None and most < self.room else None, messages=new)).ids
+            response = (await self.sample(ids, after, most if most is not None and most < self.room else None, contents=contents)).ids
         except asyncio.CancelledError:
             self._cancelled = True
             raise
@@ -197,16 +203,17 @@ class Policy:
             self.finish(FinishReason.LENGTH, f"no room is left for a response: the messages have {number} characters")
 
     async def sample(
-        self, ids: Sequence[int], after: int | None, most: int | None, stop: Sequence[str] = (), messages: Sequence[Message] = ()
+        self, ids: Sequence[int], after: int | None, most: int | None, stop: Sequence[str] = (), contents: int = 0
     ) -> Response:
-        """Append tokens to a conversation, and sample a response. `messages`: source of `ids`. `after`, `most`: as in `Ask`."""
+        """Append tokens to a conversation, and sample a response. `contents`: those of a continuation's contents.
+        `after`, `most`: as in `Ask`."""
         loop = asyncio.get_running_loop()
         number = len(self._rewards)
         self._rewards.append(0.0)
         self.finish_reason = None
         if after is not None:
             self._given += len(ids)
-            self._template += max(0, len(ids) - self._renderer.content_tokens(messages))
+            self._template += max(0, len(ids) - contents)
         answer = self._answers[number] = loop.create_future()
         if len(self._answers) == 1:
             self._seconds += loop.time() - self._since
@@ -320,12 +327,14 @@ class Player:
         try:
             try:
                 async with asyncio.timeout(limit_s) as policy.timer:
-                    with suppress(EpisodeOver):
+                    try:
                         result = await self._play(order.task, policy)
                         if isinstance(result, bool | np.bool_):
                             policy.correct = bool(result)
                         if result is not None:
                             policy.reward(float(result))
+                    except* EpisodeOver:  # also in the exception group of a task group
+                        pass
             except TimeoutError:
                 if policy.limit is None or policy.timer is None or not policy.timer.expired():
                     raise

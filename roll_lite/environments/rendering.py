@@ -64,9 +64,9 @@ class ChatRenderer:
         self._remedy = f"name a template for multi-turn conversations in {setting}.file"
         self._template = tokenizer.get_chat_template(chat_template, self._tools)
         self._later_tools = self._tools
-        """Tools passed to the template for continuations; None, which is faster, if they do not change the rendered text."""
+        """Tools for continuations; None, which is faster, if they do not change the text."""
         self._needs_calls = bool(tools)
-        """True if the dummy response before tool results needs tool calls for the template to render the results as usual."""
+        """True if the template renders tool results as usual only after a response with calls."""
         self._closing = self._after([], prompt=False)
         """Text that the template writes after the last assistant message's content."""
         self._end = self._text.first_added(self._text.encode(self._closing))[1]
@@ -91,9 +91,11 @@ class ChatRenderer:
         closed = first is not None and (last == first or (first == self._end and last in self._ends))
         return ids[place + 1 :] if closed else ids
 
-    def text(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+    def text(self, text: str, after: bool = False) -> list[int]:
+        return self._text.encode(text, start=not after)
+
+    def exact(self, response_ids: Sequence[int]) -> str:
+        return self._parser.decode(response_ids)
 
     def content_tokens(self, messages: Sequence[Message]) -> int:
         return sum(len(self._text.encode(one.get("content") or "")) for one in self._guarded(messages))
@@ -102,6 +104,7 @@ class ChatRenderer:
         return _message(self._parser, response_ids)
 
     def difference(self) -> str | None:
+        found = defaultdict[tuple[str, str], list[str]](list)
         for kind, messages in _conversations(bool(self._tools)):
             try:
                 whole = self._text.encode(self._render(messages, self._tools), start=True)
@@ -111,11 +114,13 @@ class ChatRenderer:
             if ids != whole[: len(ids)]:
                 place = _common(ids, whole)
                 here, there = (self._tokenizer.decode(side[max(place - 4, 0) : place + 12]) for side in (ids, whole))
-                return (
-                    f"{self._setting}: in a conversation with {kind}, an episode's tokens read {here!r} where the chat template, "
-                    f"applied to the whole conversation, writes {there!r}"
-                )
-        return None
+                found[here, there].append(kind)
+        lines = [
+            f"in a conversation with {' or '.join(kinds)}, an episode's tokens read {here!r} where the chat template, applied to the whole "
+            f"conversation, writes {there!r}"
+            for (here, there), kinds in found.items()
+        ]
+        return f"{self._setting}: " + "\n  ".join(lines) if lines else None
 
     def _incremental(self, messages: Sequence[Message]) -> Iterator[int]:
         response: list[int] | None = None
@@ -199,8 +204,11 @@ class PlainRenderer:
         first, _, rest = text.partition(self._prompts.mark)
         return [*self._template.tokenize([first])[0], *self._prompts.encode(rest)]
 
-    def text(self, text: str) -> list[int]:
-        return self._template.tokenize([text])[0]
+    def text(self, text: str, after: bool = False) -> list[int]:
+        return self._text.encode(text) if after else self._template.tokenize([text])[0]
+
+    def exact(self, response_ids: Sequence[int]) -> str:
+        return self._parser.decode(response_ids)
 
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         return self._text.encode(self._text.guard("".join(one["content"] for one in messages)))
@@ -260,8 +268,8 @@ class _GuardedText:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, text: str) -> list[int]:
-        """Tokenize text that follows other text. SentencePiece would add a space at the start, so a line break is put before the text,
-        and the line break's tokens are dropped."""
+        """Tokenize text that follows other text: behind a line break, whose tokens are dropped, since SentencePiece adds a space at
+        the start."""
         ids = self._ids(f"\n{text}")
         length = len(self._line_break)
         return ids[length:] if ids[:length] == self._line_break else self._ids(text)

@@ -73,9 +73,11 @@ class ToolCallParser:
         self._parameters = {name: one if isinstance(one, dict) else {} for name, one in properties.items()}
         self._thinking = thinking
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def parse(self, response_ids: Sequence[int]) -> Parsed:
-        kept = [one for one in response_ids if one not in self._left_out]
-        text = self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.decode([one for one in response_ids if one not in self._left_out])
         if self._finder is None:
             return Parsed(text, [])
         closing = next(self._outside_calls(THOUGHTS_END, text), None)

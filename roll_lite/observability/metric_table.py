@@ -53,6 +53,11 @@ credit_mean = partial(Metric, MEAN, by="domain", denominators=CREDIT)
 EPISODES: dict[str, Metric] = {
     "episode/turns": by_domain(MEAN, "turns", "Responses of an episode, in domains with an environment."),
     "episode/rows": by_domain(MEAN, "rows", "Rows of an episode in training: 1, and one for each branch of an agent's requests."),
+    "episode/repeated_responses": by_domain(
+        MEAN,
+        "responses",
+        "Responses that an agent's request repeated but could not continue, per episode: their text is context of another row.",
+    ),
     "episode/overridden_parameters": by_domain(
         MEAN, "parameters", "Sampling parameters in an agent's requests that the run's own settings overrode, per episode."
     ),
@@ -71,7 +76,11 @@ EPISODES: dict[str, Metric] = {
         MEAN, "tokens", "The part of episode/environment_tokens that the chat template adds around the messages' contents."
     ),
     "episode/tool_calls": by_domain(MEAN, "calls", "Tool calls of an episode, malformed ones included."),
-    "episode/tool_errors": by_domain(MEAN, "calls", "Tool calls of an episode that were malformed, or whose tool raised an exception."),
+    "episode/tool_errors": by_domain(
+        MEAN,
+        "calls",
+        "Tool calls of an episode that were malformed or of unknown tools, or whose tool (not an agent's own) raised an exception.",
+    ),
     "episode/metric": by_domain(MEAN, "", "A metric of the environment's own, per episode. Named `domain/<domain>/<name>/episode/metric`."),
 }
 

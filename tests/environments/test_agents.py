@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import openai
 import psutil
 import pytest
 import ray
@@ -23,7 +24,7 @@ from support_endpoint import WEATHER
 from roll_lite.config.schema.domains import TOOLS_NEED_CHAT, DomainConfig
 from roll_lite.data.samples import FinishReason
 from roll_lite.data.templates import load_tokenizer
-from roll_lite.environments.agents import Agent, Endpoint, command_agent, play_agent
+from roll_lite.environments.agents import OUTPUT_BYTES, Agent, Endpoint, command_agent, play_agent
 from roll_lite.environments.base import Message, Task
 from roll_lite.environments.build import renderers_of
 from roll_lite.environments.episode import Answer, Ask, Begin, Calls, Ended, Failed, Limits, Player
@@ -49,11 +50,17 @@ def renderer_of(tools: Sequence[dict[str, Any]]) -> Characters:
 
 
 async def played(
-    agent: Agent, *responses: str, gives_reward: bool = True, delay: float = 0.0, renderer_of: Any = renderer_of, **limits: Any
+    agent: Agent,
+    *responses: str,
+    gives_reward: bool = True,
+    delay: float = 0.0,
+    renderer_of: Any = renderer_of,
+    own: Any = None,
+    **limits: Any,
 ) -> tuple[list[Ask], Any]:
     """Play an episode with these responses, each after `delay`; returns the requests and the last event."""
     given = Limits(**{"max_turns": 9, "turn_timeout_s": 20.0, "max_prompt_tokens": 100} | limits)
-    player = Player(play_agent(agent, "127.0.0.1", renderer_of, gives_reward), Characters(), given, Calls())
+    player = Player(play_agent(agent, "127.0.0.1", renderer_of, gives_reward), own or Characters(), given, Calls())
     player.tell([Begin(7, TASK, 100)])
     asks: list[Ask] = []
     answers = iter(responses)
@@ -84,6 +91,18 @@ print(0.5 if (first["content"], second["content"], task["columns"]) == ("3", "4"
     assert [(ask.number, ask.after) for ask in asks] == [(0, None), (1, 0)]
     assert (end.record.rewards, end.record.branches, end.record.metrics["rows"]) == ((0.0, 0.5), (), 1.0)
     assert [message["content"] for message in end.record.messages] == ["Add.", "3", "More.", "4"]
+
+
+async def test_the_end_of_a_flood_of_output_is_kept(tmp_path: Path) -> None:
+    rest = """
+ask(task["messages"])
+for file in (sys.stderr, sys.stdout):
+    for _ in range(100):
+        print("x" * 100_000, file=file)
+print("y" * 1_000_000, end="z")
+"""
+    _, end = await played(program(tmp_path, rest), "3", gives_reward=False)
+    assert isinstance(end, Ended) and end.record.answer == "y" * (OUTPUT_BYTES - 1) + "z"
 
 
 async def test_an_answer_is_left_to_the_domains_reward(tmp_path: Path) -> None:
@@ -243,6 +262,21 @@ async def test_a_call_keeps_the_id_that_the_model_gave_it() -> None:
     assert end.record.answer == "abcdefgh1 abcdefgh2 call00000"
 
 
+async def test_calls_are_counted_and_those_that_no_tool_can_answer() -> None:
+    class Calls(Characters):
+        def message(self, response_ids: Sequence[int]) -> Message:
+            kinds: list[tuple[str, dict[str, str]]] = [("add", {}), ("add", {"problem": "not valid JSON", "text": "{"}), ("subtract", {})]
+            calls = [{"type": "function", "id": "", "function": {"name": name, "arguments": {}}, **more} for name, more in kinds]
+            return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    async def asks(task: Task, endpoint: Endpoint) -> float:
+        await post(endpoint, task.messages, tools=[{"type": "function", "function": {"name": "add"}}])
+        return 1.0
+
+    _, end = await played(asks, "", renderer_of=lambda _: Calls())
+    assert (end.record.metrics["tool_calls"], end.record.metrics["tool_errors"]) == (3, 2)
+
+
 async def test_requests_to_the_endpoint_take_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -287,6 +321,15 @@ async def test_the_endpoint_is_at_the_nodes_own_address_with_the_episodes_key() 
         pass
     [end] = ends
     assert isinstance(end, Ended) and end.record.correct, end
+
+
+async def test_a_wrong_key_is_told_in_the_cause() -> None:
+    async def mistaken(task: Task, endpoint: Endpoint) -> None:
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key="another") as client:
+            await client.chat.completions.create(model=endpoint.model, messages=task.messages)  # type: ignore[arg-type]
+
+    _, end = await played(mistaken)
+    assert isinstance(end, Failed) and re.search("AuthenticationError: .*401.* no running episode has this API key", end.cause), end
 
 
 async def test_a_conversation_without_room_is_refused() -> None:
@@ -342,6 +385,37 @@ async def test_an_error_that_names_the_limit_ends_the_episode_at_it(error: str) 
     assert isinstance(end, Ended) and (end.finish_reason, end.record.rewards) == (FinishReason.LENGTH, (0.0,)), end
 
 
+@pytest.mark.parametrize("handled", [False, True])
+async def test_a_limit_that_ends_one_of_several_sub_agents_ends_the_episode(handled: bool) -> None:
+    """The group's own text does not name the limit, nor does that of an error raised while the limit's is handled."""
+
+    async def sub_agents(task: Task, endpoint: Endpoint) -> None:
+        refused, answered = asyncio.Event(), asyncio.Event()
+
+        async def long() -> None:
+            reply = await post(endpoint, [{"role": "user", "content": "x" * 200}])
+            refused.set()
+            await answered.wait()
+            try:
+                reply.raise_for_status()
+            except httpx2.HTTPStatusError:
+                if handled:
+                    raise RuntimeError("a sub-agent failed")  # noqa: B904 - without a cause
+                raise
+
+        async def short() -> None:
+            await refused.wait()
+            await post(endpoint, task.messages)
+            answered.set()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(long())
+            group.create_task(short())
+
+    _, end = await played(sub_agents, "3")
+    assert isinstance(end, Ended) and (end.finish_reason, end.record.rewards) == (FinishReason.LENGTH, (0.0,)), end
+
+
 async def test_an_agent_that_goes_on_after_a_limit_ends_at_the_limit() -> None:
     async def stubborn(task: Task, endpoint: Endpoint) -> float:
         await post(endpoint, [{"role": "user", "content": "x" * 200}])
@@ -373,13 +447,33 @@ async def test_a_huge_request_is_refused_before_it_is_tokenized(messages: list[M
     assert isinstance(end, Ended) and len(asks) == 1
 
 
+class Aside(Characters):
+    """Tokenizes outside the event loop only."""
+
+    def text(self, text: str, after: bool = False) -> list[int]:
+        assert threading.current_thread() is not threading.main_thread()
+        return super().text(text)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        return self.text("".join(message["content"] for message in messages))
+
+
+async def test_the_messages_of_a_continuation_hold_up_nobody() -> None:
+    async def two_turns(task: Task, endpoint: Endpoint) -> float:
+        first = (await post(endpoint, task.messages)).json()["choices"][0]["message"]
+        return (await post(endpoint, [*task.messages, first, {"role": "user", "content": "More."}])).status_code
+
+    asks, end = await played(two_turns, "3", "4", own=Aside(), renderer_of=lambda _: Aside())
+    assert isinstance(end, Ended) and (end.record.score, [ask.after for ask in asks]) == (200, [None, 0]), end
+    assert (end.record.metrics["environment_tokens"], end.record.metrics["template_tokens"]) == (5, 0)
+
+
 async def test_floods_of_long_requests_hold_up_nobody() -> None:
     """They are rendered one at a time, outside the event loop, and no more than max_turns + 1 of them."""
     rendering, rendered = threading.Lock(), list[int]()
 
-    class Slow(Characters):
+    class Slow(Aside):
         def prompt(self, messages: Sequence[Message]) -> list[int]:
-            assert threading.current_thread() is not threading.main_thread()
             assert rendering.acquire(blocking=False), "two at a time"
             rendered.append(len(messages))
             time.sleep(0.05)

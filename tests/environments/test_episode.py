@@ -36,8 +36,11 @@ from roll_lite.environments.episode import (
 class Characters:
     thinking = False
 
-    def text(self, text: str) -> list[int]:
+    def text(self, text: str, after: bool = False) -> list[int]:
         return [ord(one) for one in text]
+
+    def exact(self, response_ids: Sequence[int]) -> str:
+        return "".join(map(chr, response_ids))
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return [ord(one) for message in messages for one in message["content"]]
@@ -147,6 +150,17 @@ async def test_an_episode_ends_after_its_last_turn() -> None:
     shown, end = await played(guessing(), "1", "2", max_turns=2)
     assert shown == ["Guess.", "higher"]
     assert (end.finish_reason, end.record.rewards, end.record.correct) == (FinishReason.MAX_TURNS, (-0.25, -0.25), None)
+
+
+async def test_the_end_of_an_episode_may_be_wrapped_by_a_task_group() -> None:
+    async def grouped(task: Task, policy: Policy) -> float:
+        async with asyncio.TaskGroup():
+            await policy.respond("Go.")
+            await policy.respond("Go on.")
+        return 1.0
+
+    _, end = await played(grouped, "1", max_turns=1)
+    assert isinstance(end, Ended) and (end.finish_reason, end.record.rewards) == (FinishReason.MAX_TURNS, (0.0,)), end
 
 
 async def test_an_episode_ends_when_no_token_of_a_response_has_room() -> None:

@@ -178,11 +178,12 @@ def test_difference(tokenizer_of: MakeTokenizer) -> None:
         return ChatRenderer(tokenizer_of(family), None, arguments, tools, SETTING).difference()
 
     assert difference("qwen2.5", TOOLS) is difference("llama3.1", TOOLS) is difference("qwen2.5") is difference("llama3.1") is None
-    qwen3 = difference("qwen3", TOOLS)
-    assert qwen3 is not None and qwen3.startswith(
-        f"{SETTING}: in a conversation with two turns, an episode's tokens read '<|im_start|>assi"
-    )
-    assert "<think>" in qwen3.partition("writes")[0] and "<think>" not in qwen3.partition("writes")[2]
+    qwen3 = str(difference("qwen3", TOOLS)).removeprefix(f"{SETTING}: ").split("\n  ")
+    kinds = ["two turns or a system message", "thoughts", "a tool call or two tool calls at once"]
+    assert [line.partition(", an episode's tokens read '<|im_start|>assi")[0] for line in qwen3] == [
+        f"in a conversation with {kind}" for kind in kinds
+    ]
+    assert all("<think>" in line.partition("writes")[0] and "<think>" not in line.partition("writes")[2] for line in qwen3)
     marks = tokenizer_of("qwen2.5").chat_template  # none of Llama's tokens
     assert ChatRenderer(tokenizer_of("llama3.1"), marks, {}, TOOLS, SETTING).difference() is None
     assert "a system message" in str(difference("mistral-nemo"))

@@ -74,7 +74,7 @@ class Sampled(NamedTuple):
     """Tokens that the engine saw."""
     ids: list[int]
     log_probs: list[float]
-    version: int
+    versions: list[int]
 
 
 class Engine:
@@ -93,19 +93,24 @@ class Engine:
             await asyncio.sleep(0)
         context = [] if request.context is None else [context_record(request, TokenRecord.read(request.context.block, request.context.row))]
         before = TokenRecord.joined([*context, TokenRecord.given(request.prompt_ids)])
-        ids = self._response()[: request.sampling.max_tokens]
+        ids = self.response()[: request.sampling.max_tokens]
         version = len(self.sampled) // 3
-        log_probs = [float(-number) for number in range(self.tokens + 1, self.tokens + 1 + len(ids))]
-        self.tokens += len(ids)
-        self.sampled.append(Sampled(before.ids.tolist(), ids, log_probs, version))
-        chosen = TokenRecord.chosen(Completion(request.request_id, tuple(ids), tuple(log_probs)))
+        log_probs = self.say(before.ids.tolist(), ids, [version] * len(ids))
+        chosen = TokenRecord.chosen(Completion(request.request_id, tuple(ids), log_probs))
         block = token_block([TokenRecord.joined([before, chosen])])
         reason = FinishReason.LENGTH if len(ids) == request.sampling.max_tokens else FinishReason.STOP
         row = TokenRow(block, 0, len(before) + len(ids))
         spans = (VersionSpan(0, version),)
         return Turn(request.request_id, len(ids), "", reason, spans, tokens=row, ids=np.array(ids, np.int32).tobytes())
 
-    def _response(self) -> list[int]:
+    def say(self, before: list[int], ids: list[int], versions: list[int]) -> tuple[float, ...]:
+        """Keep what was sampled; return the log-probs."""
+        log_probs = [float(-number) for number in range(self.tokens + 1, self.tokens + 1 + len(ids))]
+        self.tokens += len(ids)
+        self.sampled.append(Sampled(before, ids, log_probs, versions))
+        return tuple(log_probs)
+
+    def response(self) -> list[int]:
         chance = self.chance
         text = "".join(chance.choices(SAID, k=chance.randint(0, 5)))
         if self.family == "qwen3" and chance.random() < 0.7:
@@ -127,7 +132,7 @@ class Agent:
         self.chance, self.family, self.session, self.asks = chance, family, session, asks
         self.answered: list[tuple[ChatRequest, Message, int]] = []
         """Request, reply as it was sent, and number of the response."""
-        self.refused = 0
+        self.refused = self.texts_continued = 0
 
     async def run(self) -> None:
         for _ in range(self.chance.randint(2, 6)):
@@ -138,7 +143,7 @@ class Agent:
                 raise error
 
     async def send(self, request: ChatRequest) -> None:
-        expected = continued_by(request, self.answered)
+        expected = continued_by(request, self.answered) if request.text is None else self.continued_text(request.text)
         node, new, _ = self.session._match(request)
         try:
             reply: ChatReply = await self.session.respond(request)
@@ -150,6 +155,18 @@ class Agent:
         self.answered.append((request, as_sent(reply).message, asked.number))
         if request.text is None:
             self.check_given(asked, request, None if node is None else node.ids, new)
+        self.texts_continued += request.text is not None and asked.after is not None
+
+    def continued_text(self, text: str) -> set[int]:
+        """Responses that end the longest earlier text, special tokens included, that this one begins with."""
+        ids, decode = {node.number: node.ids for node in self.session._nodes.values()}, self.session._renderer_of([])._tokenizer.decode
+        wholes = [
+            (f"{earlier.text}{decode(ids[number])}", number)
+            for earlier, _, number in self.answered
+            if earlier.text is not None and number in ids
+        ]
+        longest = max((len(whole) for whole, _ in wholes if text.startswith(whole)), default=0)
+        return {number for whole, number in wholes if len(whole) == longest and text.startswith(whole)}
 
     def check_given(self, ask: Ask, request: ChatRequest, before: list[int] | None, new: list[Message]) -> None:
         """What others wrote never becomes an added token: there are as many as with harmless texts."""
@@ -178,8 +195,11 @@ class Agent:
         kind = chance.choice(("go on", "go on", "go on", "retry", "edit", "drop thoughts", "other tools", "raw text"))
         if kind == "retry":
             return earlier
-        if kind == "raw text":
-            return ChatRequest([], [], None, (), text="Raw text to complete.")
+        if kind == "raw text" or earlier.text is not None:
+            end = self.session._renderer_of([])._tokenizer.eos_token
+            ends = chance.choice(("", " and on", end, f"{end} and on"))
+            text = "Raw text to complete." if earlier.text is None else f"{earlier.text}{reply['content']}{ends}"
+            return self.limited(ChatRequest([], [], None, (), text=text))
         messages = [*earlier.messages, reply, *self.answers(reply)]
         if kind == "edit":
             place = chance.randrange(len(messages))
@@ -273,9 +293,10 @@ def check(engine: Engine, rows: Sequence[Branch | ReadRow]) -> None:
         assert row.prompt_length + row.response_length == len(record)
         assert row.policy_tokens == int(record.mask.sum()) and not record.log_probs[~record.mask].any()
         starts = {row.prompt_length + span.start: span.version for span in row.versions}
-        position, version = 0, None
+        versions, position = list[int | None](), 0
+        for at in range(len(record)):
+            versions.append(starts.get(at, versions[-1] if versions else None))
         while position < len(record):
-            version = starts.get(position, version)
             if not record.mask[position]:
                 position += 1
                 continue
@@ -283,7 +304,7 @@ def check(engine: Engine, rows: Sequence[Branch | ReadRow]) -> None:
             end = position + len(sampled.ids)
             assert record.mask[position:end].all() and record.ids[position:end].tolist() == sampled.ids, "its own ids"
             assert record.log_probs[position:end].tolist() == sampled.log_probs, "their own log-probs"
-            assert version == sampled.version and not starts.keys() & set(range(position + 1, end)), "their own version"
+            assert versions[position:end] == sampled.versions, "their own versions"
             assert record.ids[:position].tolist() == sampled.before, "behind the tokens that the engine saw"
             trained += sampled.log_probs
             position = end
@@ -297,7 +318,7 @@ def continued_by(request: ChatRequest, answered: list[tuple[ChatRequest, Message
         whole = [*earlier.messages, reply]
         if earlier.text is None and earlier.tools == request.tools and stripped(request.messages[: len(whole)]) == stripped(whole):
             found.setdefault(len(whole), set()).add(number)
-    return found[max(found)] if found and request.text is None else set()
+    return found[max(found)] if found else set()
 
 
 def stripped(messages: list[Message]) -> list[str]:
@@ -315,7 +336,7 @@ async def test_every_sampled_token_trains_once(conversations: int, family: str, 
 
     special = sorted(set(tokenizer.get_added_vocab().values()) - {tokenizer.eos_token_id})
     renderers = renderers_of(tokenizer)
-    rows = continued = forked = responses = refused = wrote = 0
+    rows = continued = forked = responses = refused = wrote = texts = 0
     for seed in range(conversations):
         chance = random.Random(f"{seed} {family}")
         engine = Engine(chance, tokenizer.eos_token_id, encode, family, special)
@@ -326,11 +347,13 @@ async def test_every_sampled_token_trains_once(conversations: int, family: str, 
         responses += len(engine.sampled)
         wrote += sum(bool(set(sampled.ids[:-1]) & set(special)) for sampled in engine.sampled)
         refused += agent.refused
+        texts += agent.texts_continued
         parents = [ask.after for ask in asks if ask.after is not None]
         continued += len(set(parents))
         forked += len(parents) - len(set(parents))
     assert min(rows - conversations, continued, forked) > conversations / 10, (rows, continued, forked)
     assert refused < responses / 4 < wrote
+    assert texts > conversations / 50
 
 
 async def test_a_dump_gives_every_branch_back(tmp_path: Path, tokenizer_of: Callable[[str], Any]) -> None:

@@ -70,7 +70,7 @@ class Scripted(Engine):
         super().__init__(random.Random(1), tokenizer.eos_token_id, lambda text: tokenizer.encode(text, add_special_tokens=False), family)
         self.script = iter(script)
 
-    def _response(self) -> list[int]:
+    def response(self) -> list[int]:
         text = next(self.script)
         return [*(one for at in range(0, len(text), 3) for one in self.encode(text[at : at + 3])), self.eos]
 
@@ -172,6 +172,7 @@ async def test_chat_completions(family: str, streams: bool, drops: bool, tokeniz
     played = await trained(agent, tokenizer_of(family), family)
     assert (told(played), played.record.answer) == (SUNNY, ANSWER)
     assert played.responses == ([1, 1, 1] if drops else [3]), "dropped thoughts begin a row"
+    assert played.record.metrics["repeated_responses"] == (2 if drops else 0)
 
 
 async def test_edits_retries_and_forks(tokenizer_of: MakeTokenizer) -> None:
@@ -191,6 +192,7 @@ async def test_edits_retries_and_forks(tokenizer_of: MakeTokenizer) -> None:
     texts = ["I look." + calls("qwen2.5", {"city": "Paris"}), "A", "B", "C", "D", "Edited"]
     played = await trained(agent, tokenizer_of("qwen2.5"), "qwen2.5", texts)
     assert played.responses == [2, 1, 1, 1, 1]
+    assert played.record.metrics["repeated_responses"] == 1, "behind the edit"
     befores = [one.before for one in played.engine.sampled]
     first = [*befores[0], *played.engine.sampled[0].ids]
     assert [before[: len(first)] == first for before in befores] == [False, True, True, True, True, False]
@@ -229,19 +231,26 @@ async def test_responses(family: str, streams: bool, keeps: bool, tokenizer_of: 
     assert (told(played), played.record.answer, played.responses) == (SUNNY, ANSWER, [3])
 
 
-async def test_completions(tokenizer_of: MakeTokenizer) -> None:
-    """Texts have no messages that could be matched: each is a prompt."""
+@pytest.mark.parametrize(
+    ("most", "between", "responses"),
+    [(None, "", [1, 1, 1]), (None, "<|eot_id|>And? ", [3]), (2, "", [3]), (2, "And <|eot_id|>? ", [3]), (2, "\b", [1, 1, 1])],
+    ids=["without its end", "with its end", "cut", "cut and more", "edited"],
+)
+async def test_completions(most: int | None, between: str, responses: list[int], tokenizer_of: MakeTokenizer) -> None:
+    """A text that begins with an earlier prompt and all of its response continues it."""
 
     async def agent(task: Task, endpoint: Endpoint) -> str:
         text = TASK
         async with client_of(endpoint) as client:
             for _ in range(2):
-                text += (await client.completions.create(model=endpoint.model, prompt=text)).choices[0].text
+                text += (await client.completions.create(model=endpoint.model, prompt=text, max_tokens=most)).choices[0].text
+                text = text[:-1] if between == "\b" else text + between
             stream = await client.completions.create(model=endpoint.model, prompt=text, stream=True)
             return "".join([piece.choices[0].text async for piece in stream])
 
     played = await trained(agent, tokenizer_of("llama3.1"), "llama3.1", [" Sunny", " ☀,", ANSWER])
-    assert (played.record.answer, played.responses) == (ANSWER, [1, 1, 1])
+    assert (played.record.answer, played.responses) == (ANSWER, responses)
+    assert played.record.metrics["template_tokens"] == 0
 
 
 @streamed
