@@ -20,7 +20,8 @@ SILENCE_SECONDS = 10.0
 class Member(Protocol):
     """Process, or group of processes, that a `Fleet` starts, watches and restarts."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     async def start(self) -> None:
         """Start or restart; return when able to serve."""

@@ -14,7 +14,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.failures import FleetDown, MemberLost, cause_of, is_death
 from roll_lite.distributed.fleet import Policy, until_silent
 from roll_lite.distributed.liveness import first_of
-from roll_lite.distributed.place import Place, kill_actors
+from roll_lite.distributed.place import Place, kill_actors, where
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.distributed.strategy.build import CONNECTS_RANKS
 from roll_lite.observability.device_memory import MemoryPeaks, PeaksByPhase
@@ -66,7 +66,7 @@ class Ranks:
     model."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
-        self.name = f"reward model {model}"
+        self._name = f"reward model {model}"
         self.copies: list[Copy] = []
         self.guilty: Copy | None = None
         self.memory = MemoryPeaks()
@@ -86,8 +86,13 @@ class Ranks:
         parts = [actors] if CONNECTS_RANKS[config.strategy.name] else [[actor] for actor in actors]
         return [Ranks(model, part, config) for part in parts]
 
+    @property
+    def name(self) -> str:
+        return f"{self._name}{where(self._places)}"
+
     async def start(self) -> None:
         is_initialized, self._is_initialized = self._is_initialized, False
+        self._places = []
         try:
             async with self._moving:
                 if not is_initialized:
