@@ -22,12 +22,12 @@ class Place(NamedTuple):
     node: str
     pid: int
     address: str = ""
-    further: tuple[str, ...] = ()
-    """Further nodes of an engine that spans nodes."""
+    further: tuple[Place, ...] = ()
+    """Actors on further nodes of an engine that spans nodes."""
 
     @property
     def nodes(self) -> set[str]:
-        return {self.node, *self.further}
+        return {self.node, *(part.node for part in self.further)}
 
     @staticmethod
     def here() -> Place:

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 
 from roll_lite.distributed.failures import MemberLost, cause_of
 from roll_lite.distributed.liveness import first_of
+from roll_lite.distributed.place import Place
 from roll_lite.distributed.strategy.base import EngineNode, EngineSpec
 from roll_lite.distributed.strategy.build import build_part
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses, kill_all
@@ -67,25 +68,25 @@ class EngineParts:
         self.spec = replace(spec, node=node)
         self._node = node
         self._actors: list[Any] = []
-        self._placed: asyncio.Future[list[str]] | None = None
+        self._placed: asyncio.Future[list[Place]] | None = None
         self._start_is_over = threading.Event()
         self.lost: str | None = None
-        self.nodes: tuple[str, ...] = ()
-        """Further nodes of the engine; empty until their actors run."""
+        self.places: tuple[Place, ...] = ()
+        """Actors on further nodes; empty until all run."""
 
     async def place(self) -> None:
         """Create the actors on further nodes, and wait until they run: Ray may still wait for a node."""
         self._placed = self._placed or asyncio.gather(*(self._place(number, own) for number, own in enumerate(self._options, start=1)))
-        self.nodes = tuple(await self._placed)
+        self.places = tuple(await self._placed)
 
-    async def _place(self, number: int, options: Mapping[str, Any]) -> str:
+    async def _place(self, number: int, options: Mapping[str, Any]) -> Place:
         actor = ray.remote(EnginePartWorker).options(**options).remote(self.spec, replace(self._node, number=number))
         self._actors.append(actor)
         try:
-            node: str = (await actor.place.remote()).node
+            place: Place = await actor.place.remote()
         except RayError as error:
             raise RuntimeError(_lost_part(number, error)) from error
-        return node
+        return place
 
     async def start(self, engine: Callable[[], Awaitable[None]]) -> None:
         """Start the parts on further nodes together with `engine` (the first node's part), since each waits for the others."""

@@ -21,6 +21,7 @@ from roll_lite.workers import engine_parts
 from roll_lite.workers.engine_parts import EngineParts
 
 SPEC = EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(tensor_parallel=4), 64)
+PLACE = Place("its node", 1, "10.0.0.2")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ class Answer:
         yield from self.gate.wait().__await__()
         if self.error is not None:
             raise self.error
-        return Place("its node", 1)
+        return PLACE
 
 
 async def nothing() -> None:
@@ -95,7 +96,7 @@ async def test_every_further_node_has_an_actor_that_knows_its_number(monkeypatch
     assert first is not None and (first.nodes, first.number, first.address) == (3, 0, "127.0.0.1")
     assert [(options["num_cpus"], node.number) for options, node in rays.made] == [(1, 1), (2, 2)]
     assert all(node.meeting == first.meeting for _, node in rays.made)
-    assert parts.nodes == ("its node", "its node")
+    assert parts.places == (PLACE, PLACE)
     parts.kill()
     assert len(rays.killed) == 2
 
@@ -132,10 +133,10 @@ async def test_an_engine_starts_once_all_its_nodes_are_there(monkeypatch: pytest
     placing = asyncio.create_task(parts.place())
     starting = asyncio.create_task(parts.start(lambda: asyncio.sleep(0, begun.append(True))))
     await asyncio.sleep(0.05)
-    assert (len(rays.made), parts.nodes, begun, placing.done()) == (2, (), [], False)
+    assert (len(rays.made), parts.places, begun, placing.done()) == (2, (), [], False)
     gate.set()
     await asyncio.wait_for(asyncio.gather(placing, starting), 30)
-    assert (len(rays.made), parts.nodes, begun) == (2, ("its node", "its node"), [True])
+    assert (len(rays.made), parts.places, begun) == (2, (PLACE, PLACE), [True])
 
 
 async def test_an_actor_that_cannot_start_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
