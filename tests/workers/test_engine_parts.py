@@ -4,9 +4,13 @@ nodes: tests/distributed/test_spanning_engines.py."""
 from __future__ import annotations
 
 import asyncio
+import re
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +19,12 @@ import pytest
 from ray.exceptions import RayActorError, RayError
 
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
+from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.place import Place
 from roll_lite.distributed.strategy.base import EngineNode, EngineSpec
+from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.workers import engine_parts
-from roll_lite.workers.engine_parts import EngineParts
+from roll_lite.workers.engine_parts import EngineParts, EnginePartWorker
 
 SPEC = EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(tensor_parallel=4), 64)
 PLACE = Place("its node", 1, "10.0.0.2")
@@ -110,7 +116,7 @@ async def test_an_engine_that_waits_for_a_part_that_is_gone_is_ended_and_told_wh
         await ended.wait()
         raise ValueError("the engine's process ended while it started")
 
-    with pytest.raises(RuntimeError, match="the engine's part on its node 1: RayError: no memory"):
+    with pytest.raises(RuntimeError, match=r"the engine's part on its node 1 \(10\.0\.0\.2\): RayError: no memory"):
         await asyncio.wait_for(parts.start(engine), 30)
     assert len(rays.killed) == 2
 
@@ -152,4 +158,29 @@ async def test_the_loss_of_a_part_has_its_cause(monkeypatch: pytest.MonkeyPatch)
     parts, _ = parts_of(monkeypatch, Answer(), lost)
     await parts.start(nothing)
     assert await parts.until_lost() == parts.lost
-    assert parts.lost == "the engine's part on its node 1: its process died: its node died"
+    assert parts.lost == "the engine's part on its node 1 (10.0.0.2): its process died: its node died"
+
+
+async def test_a_part_of_which_nothing_is_heard_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node is cut off, or its process is stopped: Ray notices the one after a minute, the other never."""
+    parts, rays = parts_of(monkeypatch, Answer())
+    parts.spec = replace(parts.spec, silence_s=0.3)
+    await parts.start(nothing)
+    rays.placed.gate.clear()
+    cause = await asyncio.wait_for(parts.until_lost(), 30)
+    assert re.fullmatch(r"the engine's part on its node \d \(10\.0\.0\.2\): nothing was heard of its process for 0\.3 s .*", cause)
+
+
+async def test_a_stopped_process_ends_its_part() -> None:
+    worker = EnginePartWorker.__new__(EnginePartWorker)
+    worker._end, worker._has_ended, worker._silence_s = None, asyncio.Event(), 0.3
+    with subprocess.Popen(["sleep", "100"]) as process:  # noqa: ASYNC220
+        worker._processes = EngineProcesses()
+        worker._processes.watch([process.pid])
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.wait_for(worker._watch(), 30)
+        finally:
+            process.kill()
+    with pytest.raises(MemberLost, match=r"its process \d+ \(sleep\) has been stopped, as by SIGSTOP, for 0\.3 s"):
+        await worker.until_death()
