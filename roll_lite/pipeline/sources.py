@@ -123,10 +123,12 @@ class LiveRollouts(BatchSource):
     def prepare_service(self) -> Pending[None]:
         """Wait until the rollout service has read its data and tested the rewards; start it and return the pending call."""
         self._addresses = {name: servers.all(JudgeWorker.address) for name, servers in self.judges.items()}
-        addresses = {name: JudgeAddress.of(servers) for name, servers in self._addresses.items()}
         # Processes of engines and models start meanwhile, but load no model before the rewards are tested.
-        self.rollouts.one(RolloutWorker.prepare, {name: ranks.actors for name, ranks in self.reward_models.items()}, addresses)
+        self.rollouts.one(RolloutWorker.prepare, {name: ranks.actors for name, ranks in self.reward_models.items()}, self._judges())
         return self.rollouts.start_one(RolloutWorker.initialize, self.engines.replicas.actors, self.restarts.absent)
+
+    def _judges(self) -> dict[str, JudgeAddress]:
+        return {name: JudgeAddress.of(servers) for name, servers in self._addresses.items()}
 
     def restart(self, state: dict[str, Any]) -> None:
         self._batch = None
@@ -153,10 +155,14 @@ class LiveRollouts(BatchSource):
         return bool(found)
 
     def restart_judges(self) -> None:
-        """Restart lost judges at their old addresses. Rewards retry samples meanwhile."""
+        """Restart lost judges at their old addresses or, on another node, at new ones. Rewards retry samples meanwhile."""
         for name, since in list(self._lost_judges.items()):
-            self.judges[name].rebuild()
-            self.judges[name].all(JudgeWorker.initialize, self._addresses[name])
+            servers, before = self.judges[name], self._addresses[name]
+            servers.rebuild()
+            servers.all(JudgeWorker.initialize, before)
+            self._addresses[name] = servers.all(JudgeWorker.address)
+            if self._addresses[name] != before and self.rollouts.group.end is None:
+                self.rollouts.one(RolloutWorker.judges_moved, self._judges())
             del self._lost_judges[name]
             self.journal.console.message(f"judges.{name} is back, {time.monotonic() - since:.0f} s after its loss")
 

@@ -281,9 +281,12 @@ class RewardModelClient:
         reward = typed_reward(config.name, config.args, f"domains.{domain}.reward")
         assert isinstance(reward, ModelReward)
         self._reward = reward
-        added = config.model_copy(update={"name": f"{zero_base.__module__}.{zero_base.__name__}", "args": {}})
-        self._added = RewardPool(domain, added) if config.terms or config.format else None
+        self._added = RewardPool(domain, _without_model(config)) if config.terms or config.format else None
         self._function = RewardFunction("model", self._scored, {})
+
+    def configure(self, config: RewardConfig) -> None:
+        if self._added is not None:
+            self._added.configure(_without_model(config))
 
     async def start(self) -> None:
         if self._added is not None:
@@ -314,3 +317,7 @@ class RewardModelClient:
 
     async def _scored(self, item: RewardInput) -> Score:
         return self._reward.score_of(await self._client.score(self._reward.model_input(item)))
+
+
+def _without_model(config: RewardConfig) -> RewardConfig:
+    return config.model_copy(update={"name": f"{zero_base.__module__}.{zero_base.__name__}", "args": {}})

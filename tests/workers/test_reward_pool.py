@@ -213,6 +213,18 @@ async def test_a_worker_that_is_stopped_at_work_is_replaced_long_before_its_time
             assert (await rewards.score(item("fine"))).value == 1.0
 
 
+async def test_another_configuration_restarts_the_workers_and_the_same_does_not() -> None:
+    async with pool(f"{USER}.length", workers=2) as rewards:
+        before = serving(rewards)
+        rewards.configure(rewards._config)
+        assert (await rewards.score(item())).value == 3.0 and serving(rewards) == before
+        rewards.configure(rewards._config.model_copy(update={"name": f"{USER}.waiting"}))
+        async with asyncio.timeout(60):
+            while rewards.replaced < 2:
+                await outcome(rewards, "abc")
+        assert [await outcome(rewards, "abc") for _ in range(4)] == 4 * [Score(0.5)]
+
+
 async def test_members_start_on_the_given_nodes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     here = ray.get_runtime_context().get_node_id()
     monkeypatch.setattr(place.ActorMember, "nodes", (here, "1" * len(here)))
