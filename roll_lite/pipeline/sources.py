@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -124,11 +124,9 @@ class LiveRollouts(BatchSource):
         """Wait until the rollout service has read its data and tested the rewards; start it and return the pending call."""
         self._addresses = {name: servers.all(JudgeWorker.address) for name, servers in self.judges.items()}
         # Processes of engines and models start meanwhile, but load no model before the rewards are tested.
-        self.rollouts.one(RolloutWorker.prepare, {name: ranks.actors for name, ranks in self.reward_models.items()}, self._judges())
+        reward_models = {name: ranks.actors for name, ranks in self.reward_models.items()}
+        self.rollouts.one(RolloutWorker.prepare, reward_models, _whole(self._addresses))
         return self.rollouts.start_one(RolloutWorker.initialize, self.engines.replicas.actors, self.restarts.absent)
-
-    def _judges(self) -> dict[str, JudgeAddress]:
-        return {name: JudgeAddress.of(servers) for name, servers in self._addresses.items()}
 
     def restart(self, state: dict[str, Any]) -> None:
         self._batch = None
@@ -162,7 +160,7 @@ class LiveRollouts(BatchSource):
             servers.all(JudgeWorker.initialize, before)
             self._addresses[name] = servers.all(JudgeWorker.address)
             if self._addresses[name] != before and self.rollouts.group.end is None:
-                self.rollouts.one(RolloutWorker.judges_moved, self._judges())
+                self.rollouts.one(RolloutWorker.judges_moved, _whole(self._addresses))
             del self._lost_judges[name]
             self.journal.console.message(f"judges.{name} is back, {time.monotonic() - since:.0f} s after its loss")
 
@@ -326,6 +324,10 @@ class ReplayedRollouts(BatchSource):
 
     def next_batch(self, step: int, poll: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
         return self.reader.one(ReplayWorker.next_batch, step)
+
+
+def _whole(addresses: Mapping[str, Sequence[JudgeAddress]]) -> dict[str, JudgeAddress]:
+    return {name: JudgeAddress.of(servers) for name, servers in addresses.items()}
 
 
 class Validations:

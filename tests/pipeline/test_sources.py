@@ -64,7 +64,7 @@ def test_rewards_are_told_the_new_address_of_a_judge_that_comes_back_on_another_
         source._lost_judges["main"] = 0.0
         source.restart_judges()
     assert told == ([] if service_end else [(RolloutWorker.judges_moved, {"main": new, "other": other})])
-    assert source._judges()["main"] == new
+    assert source._addresses["main"] == [new]
 
 
 def test_a_single_loss_on_shared_devices_waits_for_the_batch() -> None:
