@@ -20,7 +20,8 @@ SILENCE_SECONDS = 10.0
 class Member(Protocol):
     """Process, or group of processes, that a `Fleet` starts, watches and restarts."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     async def start(self) -> None:
         """Start or restart; return when able to serve."""
@@ -66,8 +67,8 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """Runs `serve(member)` after each start of a member; the call's end is a loss. `lost(member, cause)` is called at each loss; an
-    exception in it ends the fleet. `down(error)` is called once: when no member is left, or at such an exception."""
+    """Runs `serve(member)` after each start; its end is a loss. Calls `lost(member, cause)` at each loss, and `down(error)` once: when no
+    member is left, or after an exception in `lost`."""
 
     def __init__(
         self,

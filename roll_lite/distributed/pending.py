@@ -14,6 +14,7 @@ import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from roll_lite.config.placement import ranges
 from roll_lite.distributed.failures import (
     FleetDown,
     RankFailed,
@@ -38,7 +39,6 @@ KILLED = "ray.kill"
 BLAME_SECONDS = 2.0
 """Seconds to look for a dead rank after another's broken connection."""
 STACK_SECONDS = 3.0
-MOST_STACKS = 8
 DUMP_SECONDS = 0.5
 
 
@@ -307,7 +307,7 @@ def at_fault(ranks: Sequence[int], stands: Mapping[int, Stand]) -> int:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
 
 
 def _collect_stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
@@ -323,17 +323,17 @@ def _collect_stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
 
 
 def _stack_traces(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, Stand]) -> str:
-    """Return stack traces of the first MOST_STACKS ranks. Ranks without a Stand write theirs on SIGUSR1."""
+    """Return the ranks' stack traces, equal ones once. Ranks without a Stand write theirs on SIGUSR1."""
     if not group.deaths:
         return ""
-    text = ""
-    for rank in ranks[:MOST_STACKS]:
+    alike = dict[str, list[int]]()
+    for rank in ranks:
         place = group.pulses[rank].place
         known = place.describe() if place is not None else "where its process is, is not known"
         silent = f"does not say where it stands: {known}"
-        text += f"\n\nrank {rank} "
-        text += f"stands at\n{stands[rank]}" if rank in stands else f"{silent}{_dumped(place, group.log_file(rank))}"
-    return text
+        text = f"stands at\n{stands[rank]}" if rank in stands else f"{silent}{_dumped(place, group.log_file(rank))}"
+        alike.setdefault(text, []).append(rank)
+    return "".join(f"\n\n{'each of ' * (len(own) > 1)}{_ranks(own)} {text}" for text, own in alike.items())
 
 
 def _dumped(place: Place | None, log: Path | None) -> str:

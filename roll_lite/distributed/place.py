@@ -22,12 +22,12 @@ class Place(NamedTuple):
     node: str
     pid: int
     address: str = ""
-    further: tuple[str, ...] = ()
-    """Further nodes of an engine that spans nodes."""
+    further: tuple[Place, ...] = ()
+    """Actors on further nodes of an engine that spans nodes."""
 
     @property
     def nodes(self) -> set[str]:
-        return {self.node, *self.further}
+        return {self.node, *(part.node for part in self.further)}
 
     @staticmethod
     def here() -> Place:
@@ -62,6 +62,12 @@ def node_addresses() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
 
+def where(places: Iterable[Place | None]) -> str:
+    """Return " on ADDRESS, ..."; "" if no address is known or the cluster has one node."""
+    addresses = sorted({place.address for place in places if place is not None and place.address})
+    return f" on {', '.join(addresses)}" if addresses and len(ray.nodes()) > 1 else ""
+
+
 def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
     """Return processes at `places`, and their children, that are on this node and stopped (SIGSTOP)."""
     found = []
@@ -87,7 +93,7 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 LOOK_SECONDS = 2.0
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
-"""A process counts as stopped if STOPPED_LOOKS polls in a row find it so; a slow process runs at some poll."""
+"""Polls in a row that must find a process stopped; a slow one runs at some poll."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
 
 
@@ -114,10 +120,14 @@ class ActorMember(ABC):
     _started: ClassVar[Iterator[int]] = count()
 
     def __init__(self, name: str, actor_class: type, *arguments: Any) -> None:
-        self.name = name
         self.actor: Any = None
+        self._name = name
         self._actor_class, self._arguments = actor_class, arguments
         self._place: Place | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self._name}{where([self._place])}"
 
     @property
     @abstractmethod
@@ -125,8 +135,8 @@ class ActorMember(ABC):
 
     async def prepare(self) -> Any:
         self._place = None
-        where = NodeAffinitySchedulingStrategy(self.nodes[next(self._started) % len(self.nodes)], soft=True) if self.nodes else None
-        self.actor = ray.remote(self._actor_class).options(num_cpus=0, scheduling_strategy=where).remote(*self._arguments)
+        chosen = NodeAffinitySchedulingStrategy(self.nodes[next(self._started) % len(self.nodes)], soft=True) if self.nodes else None
+        self.actor = ray.remote(self._actor_class).options(num_cpus=0, scheduling_strategy=chosen).remote(*self._arguments)
         try:
             prepared = await self.actor.prepare.remote()
         except RayTaskError as error:
@@ -136,10 +146,7 @@ class ActorMember(ABC):
 
     async def until_lost(self) -> str:
         silent = until_silent(lambda: self.actor.place.remote(), lambda: self.is_busy)
-        cause = await first_of(silent, self._until_stopped())
-        here, place = ray.get_runtime_context().get_node_id(), self._place
-        where = f" on {place.address}" if place is not None and place.node != here else ""
-        return f"{self.name}{where}: {cause}"
+        return f"{self.name}: {await first_of(silent, self._until_stopped())}"
 
     async def _until_stopped(self) -> str:
         """Wait until the process, if on this node, is stopped (SIGSTOP). Heartbeats do not cover busy members."""

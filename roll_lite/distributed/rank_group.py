@@ -163,7 +163,7 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Groups to watch, referenced weakly: Ray ends a discarded group's actors when no handle to them is left."""
+        """Groups to watch, by weak reference: Ray ends a discarded group's actors."""
         self.overlooked: Sequence[str] = ()
         """Groups whose deaths and silence are ignored (in `overlooking`)."""
         self.errands: dict[str, Callable[[], None]] = {}

@@ -122,8 +122,7 @@ def gpu_environment(
     """Environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
 
     Trainers get SGLang's NCCL settings: members of an NCCL group need equal ones. Trainers and reward models get the driver's allocator
-    settings. Default: expandable segments against fragmentation by micro-batches of changing size, and a limit for cached pinned
-    memory, which torch rounds up to powers of two and never frees.
+    settings. Default: expandable segments against fragmentation, and a limit for cached pinned memory, which torch never frees.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}

@@ -186,7 +186,8 @@ class Journal:
         places = [(role, rank, place) for (role, rank), place in sorted(WATCH.places().items())] + members
         if places != self._places:
             self._places = places
-            table = [{"role": role, "rank": rank, "node": place.address, "pid": place.pid} for role, rank, place in places]
+            parts = [(role, rank, part) for role, rank, place in places for part in (place, *place.further)]
+            table = [{"role": role, "rank": rank, "node": part.address, "pid": part.pid} for role, rank, part in parts]
             write_json(self.folder / PROCESSES_FILE, table)
 
     @contextmanager

@@ -147,7 +147,7 @@ class Recovery:
 
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
         """Restart the lost roles and return to the state after the last step. `goes_back`: trained weights are lost or unknown. `_rewinds`:
-        a kept batch is missing, so whole steps are repeated. Phases have time limits, the whole has none."""
+        a kept batch is missing, so whole steps are repeated."""
         started, reached = time.monotonic(), self.reached["steps_done"]
         roles, phase = {loss.role for loss in losses}, self._journal.timers.phase
         with phase("recovery"):

@@ -97,6 +97,7 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
                 journal.console.message(f"loading the model into {', '.join(roles(config))}{engine}")
                 pipeline = build(config, folder, session, journal)
                 journal.processes()
+                end.shortages.watch(WATCH.places().values())
                 freeze_heap()
             with WATCH.expecting_answers(config.limits.silence), interruption.saving():
                 pipeline.run()
@@ -192,7 +193,7 @@ class RunEnd:
         self._journal = journal
         self._interruption = interruption
         self._closed = False
-        self._shortages = Shortages(journal.folder)
+        self.shortages = Shortages(journal.folder)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -216,8 +217,8 @@ class RunEnd:
             os._exit(self.code if self._closed else FAILED)
 
     def _fail(self, error: Exception) -> None:
-        self._shortages.release()
-        shortage = self._shortages.behind(error)
+        self.shortages.release()
+        shortage = self.shortages.behind(error)
         more = self._journal.folder / FAILURE_FILE
         note = f"more in {more}"
         try:
@@ -234,7 +235,7 @@ class RunEnd:
     def _close(self, exit_state: str, code: int) -> None:
         if self._closed:
             return
-        self._shortages.release()
+        self.shortages.release()
         self._closed, self.code = True, code
         console = self._journal.console
         if code in (INTERRUPTED, PREEMPTED):

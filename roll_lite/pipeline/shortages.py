@@ -7,23 +7,28 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
+import ray
+from ray.exceptions import RayError
+
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.distributed.place import Place, on_node
 from roll_lite.distributed.session_guard import SHARED
 
 LEAST_FILES = 512
 """Open files that a process of a small run may need."""
 SPARE_FILES = 64
-"""Files held open until a run ends: closing them lets the driver record the end if too many are open."""
+"""Files held open until a run ends, so that the driver can then record the end."""
 SPARE_BYTES = 1 << 20
-"""Bytes held in the run's folder until a run ends, to record the end on a full disk."""
+"""The same for a full disk: bytes held in the run's folder."""
 LEAST_SHARED = 16 << 20
 """Bytes in /dev/shm that an engine needs for queues and semaphores."""
+ASK_SECONDS = 5.0
 
 
 def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:
@@ -37,14 +42,22 @@ def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:
 
 
 class Shortages:
-    """Finds shortages behind a failure; reserves open files and disk space for the run's end. Create it at the start."""
+    """Finds shortages behind a failure; reserves open files and disk space for the run's end."""
 
     def __init__(self, folder: Path) -> None:
         self._killed = killed_for_memory()
+        self._others: dict[str, tuple[str, ray.ObjectRef]] = {}
+        """{node: (address, its `signs` at the start)}, without the driver's."""
+        self._signs = ray.remote(signs)
         self._spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(SPARE_FILES)]
         with suppress(OSError), TemporaryFile(dir=folder) as file:  # a full disk is told at the run's first file
             os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
             self._spare.append(os.dup(file.fileno()))
+
+    def watch(self, places: Iterable[Place]) -> None:
+        """Look at the nodes of `places`, too."""
+        here = ray.get_runtime_context().get_node_id()
+        self._others = {place.node: (place.address, self._ask(place.node)) for place in places if place.node != here}
 
     def release(self) -> None:
         while self._spare:
@@ -55,11 +68,32 @@ class Shortages:
         found = ""
         if os.strerror(errno.EMFILE) in str(error):
             found += ". Processes may open too few files here: raise the limit (ulimit -n 65536) and start the run again"
-        if shutil.disk_usage(SHARED).free < 1 << 20:
-            found += f". {SHARED}, where Ray keeps objects, is full: remove files there, or enlarge it"
-        if (killed := killed_for_memory() - self._killed) > 0:
-            found += f". Memory was short: the kernel has killed {killed} processes on the driver's machine since the run's start"
+        here = killed_for_memory() - self._killed, shutil.disk_usage(SHARED).free
+        for where, killed, free in [("the driver's machine", *here), *self._elsewhere()]:
+            if free < 1 << 20:
+                found += f". {SHARED}, where Ray keeps objects, is full on {where}: remove files there, or enlarge it"
+            if killed > 0:
+                found += f". Memory was short: the kernel has killed {killed} processes on {where} since the run's start"
         return found
+
+    def _ask(self, node: str) -> ray.ObjectRef:
+        return self._signs.options(num_cpus=0, scheduling_strategy=on_node(node)).remote()
+
+    def _elsewhere(self) -> Iterator[tuple[str, int, int]]:
+        """Yield (address, processes killed since the start, free bytes) of other nodes that answer."""
+        if not self._others or not ray.is_initialized():
+            return
+        asked = [(address, before, self._ask(node)) for node, (address, before) in self._others.items()]
+        ray.wait([now for *_, now in asked], num_returns=len(asked), timeout=ASK_SECONDS)
+        for address, before, now in asked:
+            with suppress(RayError):  # no answer
+                (killed_before, _), (killed, free) = ray.get([before, now], timeout=0)
+                yield address, killed - killed_before, free
+
+
+def signs() -> tuple[int, int]:
+    """Return (processes that the kernel killed for memory, free bytes in /dev/shm)."""
+    return killed_for_memory(), shutil.disk_usage(SHARED).free
 
 
 def killed_for_memory() -> int:

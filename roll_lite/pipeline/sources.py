@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -123,9 +123,9 @@ class LiveRollouts(BatchSource):
     def prepare_service(self) -> Pending[None]:
         """Wait until the rollout service has read its data and tested the rewards; start it and return the pending call."""
         self._addresses = {name: servers.all(JudgeWorker.address) for name, servers in self.judges.items()}
-        addresses = {name: JudgeAddress.of(servers) for name, servers in self._addresses.items()}
         # Processes of engines and models start meanwhile, but load no model before the rewards are tested.
-        self.rollouts.one(RolloutWorker.prepare, {name: ranks.actors for name, ranks in self.reward_models.items()}, addresses)
+        reward_models = {name: ranks.actors for name, ranks in self.reward_models.items()}
+        self.rollouts.one(RolloutWorker.prepare, reward_models, _whole(self._addresses))
         return self.rollouts.start_one(RolloutWorker.initialize, self.engines.replicas.actors, self.restarts.absent)
 
     def restart(self, state: dict[str, Any]) -> None:
@@ -153,10 +153,14 @@ class LiveRollouts(BatchSource):
         return bool(found)
 
     def restart_judges(self) -> None:
-        """Restart lost judges at their old addresses. Rewards retry samples meanwhile."""
+        """Restart lost judges at their old addresses or, on another node, at new ones. Rewards retry samples meanwhile."""
         for name, since in list(self._lost_judges.items()):
-            self.judges[name].rebuild()
-            self.judges[name].all(JudgeWorker.initialize, self._addresses[name])
+            servers, before = self.judges[name], self._addresses[name]
+            servers.rebuild()
+            servers.all(JudgeWorker.initialize, before)
+            self._addresses[name] = servers.all(JudgeWorker.address)
+            if self._addresses[name] != before and self.rollouts.group.end is None:
+                self.rollouts.one(RolloutWorker.judges_moved, _whole(self._addresses))
             del self._lost_judges[name]
             self.journal.console.message(f"judges.{name} is back, {time.monotonic() - since:.0f} s after its loss")
 
@@ -320,6 +324,10 @@ class ReplayedRollouts(BatchSource):
 
     def next_batch(self, step: int, poll: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
         return self.reader.one(ReplayWorker.next_batch, step)
+
+
+def _whole(addresses: Mapping[str, Sequence[JudgeAddress]]) -> dict[str, JudgeAddress]:
+    return {name: JudgeAddress.of(servers) for name, servers in addresses.items()}
 
 
 class Validations:

@@ -13,13 +13,15 @@ import ray
 from ray.exceptions import RayError
 
 from roll_lite.distributed.failures import MemberLost, cause_of
-from roll_lite.distributed.liveness import first_of
+from roll_lite.distributed.liveness import Heartbeat, StoppedTime, first_of
+from roll_lite.distributed.place import Place
 from roll_lite.distributed.strategy.base import EngineNode, EngineSpec
 from roll_lite.distributed.strategy.build import build_part
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses, kill_all
 from roll_lite.distributed.worker import AsyncWorker, reserve_port, use_interface_of
 
 WATCH_SECONDS = 0.25
+PULSE_SECONDS = 2.0
 LAST_SECONDS = 5.0
 """Seconds for an engine's actors on further nodes to shut down before they are killed."""
 
@@ -41,6 +43,7 @@ class EnginePartWorker(AsyncWorker):
         super().__init__()
         self._part = build_part(replace(spec, node=replace(node, address=own_address())))
         self._processes = EngineProcesses()
+        self._silence_s = spec.silence_s
 
     async def start(self) -> None:
         self._part.check_version()
@@ -48,9 +51,12 @@ class EnginePartWorker(AsyncWorker):
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        while self._processes.running():  # noqa: ASYNC110 (processes make no events)
+        stopped, cause = StoppedTime(WATCH_SECONDS), None
+        while cause is None:
             await asyncio.sleep(WATCH_SECONDS)
-        self.tell_end(MemberLost("a process of it died"))
+            died = None if self._processes.running() else "a process of it died"
+            cause = died or stopped.look(self._processes.all, self._silence_s, "limits.engine_silence")
+        self.tell_end(MemberLost(cause))
 
     async def shutdown(self) -> None:
         if self._watching is not None:
@@ -67,25 +73,25 @@ class EngineParts:
         self.spec = replace(spec, node=node)
         self._node = node
         self._actors: list[Any] = []
-        self._placed: asyncio.Future[list[str]] | None = None
+        self._placed: asyncio.Future[list[Place]] | None = None
         self._start_is_over = threading.Event()
         self.lost: str | None = None
-        self.nodes: tuple[str, ...] = ()
-        """Further nodes of the engine; empty until their actors run."""
+        self.places: tuple[Place, ...] = ()
+        """Actors on further nodes; empty until all run."""
 
     async def place(self) -> None:
-        """Create the actors on further nodes, and wait until they run: Ray may still wait for a node."""
+        """Create the actors on further nodes; wait until they run."""
         self._placed = self._placed or asyncio.gather(*(self._place(number, own) for number, own in enumerate(self._options, start=1)))
-        self.nodes = tuple(await self._placed)
+        self.places = tuple(await self._placed)
 
-    async def _place(self, number: int, options: Mapping[str, Any]) -> str:
+    async def _place(self, number: int, options: Mapping[str, Any]) -> Place:
         actor = ray.remote(EnginePartWorker).options(**options).remote(self.spec, replace(self._node, number=number))
         self._actors.append(actor)
         try:
-            node: str = (await actor.place.remote()).node
+            place: Place = await actor.place.remote()
         except RayError as error:
-            raise RuntimeError(_lost_part(number, error)) from error
-        return node
+            raise RuntimeError(self._lost(number, cause_of(error))) from error
+        return place
 
     async def start(self, engine: Callable[[], Awaitable[None]]) -> None:
         """Start the parts on further nodes together with `engine` (the first node's part), since each waits for the others."""
@@ -114,7 +120,7 @@ class EngineParts:
                     ray.get(reference)
                 except RayError as error:
                     if not self._start_is_over.is_set():
-                        self.lost = _lost_part(started[reference], error)
+                        self.lost = self._lost(started[reference], cause_of(error))
                     while not self._start_is_over.wait(WATCH_SECONDS):
                         kill_all(psutil.Process().children(recursive=True))
                     return
@@ -123,12 +129,18 @@ class EngineParts:
         return await first_of(*(self._until_lost(number, actor) for number, actor in enumerate(self._actors, start=1)))
 
     async def _until_lost(self, number: int, actor: Any) -> str:
+        silent = Heartbeat(actor.place.remote, self.spec.silence_s, PULSE_SECONDS).until_silent()
         try:
-            await actor.until_death.remote()
+            limit_s = await first_of(actor.until_death.remote(), silent)
+            cause = f"nothing was heard of its process for {limit_s:g} s (limits.engine_silence)"
         except RayError as error:
-            self.lost = _lost_part(number, error)
-            return self.lost
-        raise AssertionError("until_death returned")
+            cause = cause_of(error)
+        self.lost = self._lost(number, cause)
+        return self.lost
+
+    def _lost(self, number: int, cause: str) -> str:
+        where = f" ({self.places[number - 1].address})" if self.places else ""
+        return f"the engine's part on its node {number}{where}: {cause}"
 
     async def shutdown(self) -> None:
         asked = [asyncio.ensure_future(actor.shutdown.remote()) for actor in self._actors]
@@ -142,7 +154,3 @@ class EngineParts:
         actors, self._actors = self._actors, []
         for actor in actors:
             ray.kill(actor)
-
-
-def _lost_part(number: int, error: BaseException) -> str:
-    return f"the engine's part on its node {number}: {cause_of(error)}"

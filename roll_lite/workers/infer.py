@@ -89,7 +89,7 @@ class InferWorker(AsyncWorker):
         return await self.place()
 
     async def place(self) -> Place:  # type: ignore[override]
-        return (await super().place())._replace(further=() if self._parts is None else self._parts.nodes)
+        return (await super().place())._replace(further=() if self._parts is None else self._parts.places)
 
     async def until_ready(self) -> None:
         """Wait until the engine has started. Before that, this process may be too busy to answer heartbeats."""

@@ -61,9 +61,8 @@ class JudgeServer:
         self.process: subprocess.Popen[bytes] | None = None
         self._served_name = name
         self._config = config
-        # Reachable from other nodes only if there are any.
-        alone = sum(node["Alive"] for node in ray.nodes()) == 1
-        self._host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+        # Reachable from other nodes only if there are any, lost ones included.
+        self._host = "127.0.0.1" if len(ray.nodes()) == 1 else ray.util.get_node_ip_address()
         self._held = reserve_port(self._host)
         self._port: int = self._held.getsockname()[1]
 
@@ -72,10 +71,10 @@ class JudgeServer:
         return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name)
 
     async def take_over(self, address: JudgeAddress) -> None:
-        """Take over the address of a lost worker's server: reward workers keep using it."""
+        """Take over a lost server's address, which reward workers know; on another node, keep the own one."""
         host, port = address.urls[0].removeprefix("http://").removesuffix("/v1").rsplit(":", 1)
         if host != self._host:
-            raise MemberLost(f"{self.name} is lost with its node, and rewards know no other address than {address.urls[0]}")
+            return
         self._held.close()
         end = time.monotonic() + PORT_SECONDS
         while True:

@@ -68,6 +68,10 @@ class PooledWorker(ActorMember):
     def is_busy(self) -> bool:
         return bool(self.under_way)
 
+    def configure(self, config: RewardConfig) -> None:
+        self._arguments = config, *self._arguments[1:]
+        self.kill()
+
     async def start(self) -> None:
         self.is_async, self.is_batched, self.note = await self.prepare()
 
@@ -107,6 +111,13 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
             await self._fleet.start()
         except SlowStart:
             raise ValueError(slow_start(self._config, self._path)) from None
+
+    def configure(self, config: RewardConfig) -> None:
+        """Restart the workers if `config` is new."""
+        if config != self._config:
+            self._config = config
+            for member in self._fleet.members:
+                member.configure(config)
 
     @property
     def capacity(self) -> float:

@@ -14,7 +14,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.failures import FleetDown, MemberLost, cause_of, is_death
 from roll_lite.distributed.fleet import Policy, until_silent
 from roll_lite.distributed.liveness import first_of
-from roll_lite.distributed.place import Place, kill_actors
+from roll_lite.distributed.place import Place, kill_actors, where
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.distributed.strategy.build import CONNECTS_RANKS
 from roll_lite.observability.device_memory import MemoryPeaks, PeaksByPhase
@@ -66,7 +66,7 @@ class Ranks:
     model."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
-        self.name = f"reward model {model}"
+        self._name = f"reward model {model}"
         self.copies: list[Copy] = []
         self.guilty: Copy | None = None
         self.memory = MemoryPeaks()
@@ -86,8 +86,13 @@ class Ranks:
         parts = [actors] if CONNECTS_RANKS[config.strategy.name] else [[actor] for actor in actors]
         return [Ranks(model, part, config) for part in parts]
 
+    @property
+    def name(self) -> str:
+        return f"{self._name}{where(self._places)}"
+
     async def start(self) -> None:
         is_initialized, self._is_initialized = self._is_initialized, False
+        self._places = []
         try:
             async with self._moving:
                 if not is_initialized:
@@ -276,9 +281,12 @@ class RewardModelClient:
         reward = typed_reward(config.name, config.args, f"domains.{domain}.reward")
         assert isinstance(reward, ModelReward)
         self._reward = reward
-        added = config.model_copy(update={"name": f"{zero_base.__module__}.{zero_base.__name__}", "args": {}})
-        self._added = RewardPool(domain, added) if config.terms or config.format else None
+        self._added = RewardPool(domain, _without_model(config)) if config.terms or config.format else None
         self._function = RewardFunction("model", self._scored, {})
+
+    def configure(self, config: RewardConfig) -> None:
+        if self._added is not None:
+            self._added.configure(_without_model(config))
 
     async def start(self) -> None:
         if self._added is not None:
@@ -309,3 +317,7 @@ class RewardModelClient:
 
     async def _scored(self, item: RewardInput) -> Score:
         return self._reward.score_of(await self._client.score(self._reward.model_input(item)))
+
+
+def _without_model(config: RewardConfig) -> RewardConfig:
+    return config.model_copy(update={"name": f"{zero_base.__module__}.{zero_base.__name__}", "args": {}})

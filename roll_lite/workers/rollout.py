@@ -236,6 +236,11 @@ class RolloutWorker(AsyncWorker):
             return RewardPool(name, reward)
         return RewardModelClient(name, reward, self._reward_models[reward.args["model"]])
 
+    async def judges_moved(self, judges: Mapping[str, JudgeAddress]) -> None:
+        for name, pool in self._pools.items():
+            if not isinstance(pool, EpisodeRewards):
+                pool.configure(with_addresses(self._config.domains[name].reward, judges))
+
     def _load_domains(self) -> list[Domain]:
         tokenizer, domains = load_tokenizer(self._config.model.path), []
         for name, config in self._config.domains.items():

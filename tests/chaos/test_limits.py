@@ -160,9 +160,8 @@ def test_a_full_shared_memory_costs_an_engine_nothing_and_a_copy_of_weights_the_
         code, output = run.finish()
     assert "Traceback" not in output and "Unhandled error" not in output, output
     if copies:
-        assert code == 1 and "/dev/shm, where Ray keeps objects, is full: remove files there, or enlarge it" in run.summary()["exit"], (
-            output
-        )
+        full = "/dev/shm, where Ray keeps objects, is full on the driver's machine: remove files there, or enlarge it"
+        assert code == 1 and full in run.summary()["exit"], output
         assert f"step_{newest_is_whole(run.folder):06d}" in output.splitlines()[-1]
     else:
         assert code == 0 and "actor_infer[0] serves again" in output and len(whole(run)) == 14, output

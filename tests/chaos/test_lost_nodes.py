@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from support_hosts import Hosts
 from support_hosts import hosts as start_hosts
 
+from tests.integration.test_lost_engines import NOTICED_S
 from tests.integration.test_runs import ROOT
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
@@ -81,13 +83,17 @@ class HostedRun:
         self.hosts.kill(number)
         self.hosts.start(number)
 
-    def ends(self) -> Path:
-        """End it as Ctrl-C does, and check its ledger."""
+    def ends(self, lost_engines: int | None = None) -> Path:
+        """End it as Ctrl-C does, and check its ledger and that each lost engine was noticed in time."""
         subprocess.run(["kill", "-INT", str(self.process.pid)], check=True)
         self.process.wait(120)
         folder = (self.run_dir / "latest").resolve()
         audit = subprocess.run([sys.executable, "examples/audit.py", folder], cwd=ROOT, capture_output=True, text=True, check=False)
         assert audit.returncode == 0 and "the ledger adds up" in audit.stdout, audit.stdout
+        steps = [line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "time/step" in line]
+        silences = [line["rollout/engine_silent_seconds"] for line in steps if "rollout/engine_silent_seconds" in line]
+        assert lost_engines is None or len(silences) == sum(line["rollout/engines_lost"] for line in steps) == lost_engines
+        assert all(0 < seconds <= NOTICED_S for seconds in silences), silences
         return folder
 
 
@@ -115,7 +121,7 @@ def test_an_engine_is_back_after_a_long_cut_of_its_node(hosts: Hosts) -> None:
     run.heals(number)
     run.until(lambda: run.says(RETURNED))
     run.trains(2)
-    run.ends()
+    run.ends(lost_engines=1)
 
 
 @pytest.mark.usefixtures("signals_arrive")
@@ -147,7 +153,7 @@ def test_a_lost_engine_node_costs_its_engine_until_it_is_back(hosts: Hosts, how:
     hosts.start(2)
     run.until(lambda: run.says(RETURNED))
     run.trains(2)
-    run.ends()
+    run.ends(lost_engines=1)
 
 
 @pytest.mark.usefixtures("signals_arrive")
@@ -181,4 +187,4 @@ def test_an_engine_on_a_node_that_is_back_with_another_model_does_not_serve(host
     run.until(lambda: run.says(rf"actor_infer\[1\].* is not started again: .*{differs}"))
     run.trains(2)
     assert not run.says(RETURNED)
-    run.ends()
+    run.ends(lost_engines=1)

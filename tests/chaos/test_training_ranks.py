@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -46,6 +47,11 @@ def disturbed(run: Run, victims: list[tuple[int, str, str]], steps: int, further
 
 def restarts(run: Run) -> int:
     return (run.folder / "ledger.jsonl").read_text().count('"event": "restart"')
+
+
+def services(run: Run, *roles: str) -> set[tuple[str, int]]:
+    """(role, process id) of what the loss of a training rank leaves alone."""
+    return {(one["role"], one["pid"]) for one in json.loads((run.folder / "processes.json").read_text()) if one["role"] in roles}
 
 
 def assert_equal(run: Run, quiet: Run) -> None:
@@ -97,8 +103,10 @@ def test_what_is_lost_changes_nothing(
 ) -> None:
     quiet = undisturbed(config, *SETTINGS, *overrides, "steps=7")
     with Run(tmp_path / "disturbed", config, *SETTINGS, *overrides, "steps=7") as run:
-        processes = run.tree()
+        run.wait_for_step(1)
+        processes, engines = run.tree(), services(run, "actor_infer")
         disturbed(run, victims, 7)
+        assert services(run, "actor_infer") == engines != set()
         assert_equal(run, quiet)
     assert until_gone(processes, 60) == []
 
@@ -138,8 +146,11 @@ def test_a_rank_that_hangs_is_found_though_all_answer(
     path = os.pathsep.join([str(DIES_IN_A_CALL), *filter(None, [os.environ.get("PYTHONPATH")])])
     hangs = {"DIES_MARK": str(tmp_path / "hangs"), "DIES_IN": method, "DIES_AT_CALL": "5", "HANGS": "1", "PYTHONPATH": path}
     with Run(tmp_path / "disturbed", *settings, environment=hangs) as run:
-        processes = run.tree()
+        run.wait_for_step(1)
+        kept = ("actor_infer", "rollouts", "rewards")
+        processes, before = run.tree(), services(run, *kept)
         output = disturbed(run, [], 7, further=1)
+        assert services(run, *kept) == before and {role for role, _ in before} == set(kept)
         assert_equal(run, quiet)
         blamed, *waiting = re.split(r"rank 0 stands at", (run.folder / "failure.txt").read_text())
     assert f"{role} rank 1 is lost in {call}: no answer after 15 s from rank" in " ".join(output.split())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +17,7 @@ from cluster_workers import Adder, Collective, Loner, MainThreadAdder, Service, 
 
 from roll_lite.distributed.cluster import Cluster, ClusterDead, ClusterSpec, RankFailed, gather, start_cluster
 from roll_lite.distributed.failures import MemberLost
-from roll_lite.distributed.pending import at_fault, pause
+from roll_lite.distributed.pending import _stack_traces, at_fault, pause
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
@@ -123,11 +126,21 @@ def test_a_rank_that_never_comes_to_a_collective_is_blamed_and_the_collective_is
     with pytest.raises(RankFailed) as caught:
         cluster.all(Collective.hang_before_a_collective)
     cause = caught.value.cause
-    assert caught.value.rank == 1 and cause.startswith("no answer after 2 s from ranks 0, 1, 2"), cause
-    blamed, *others = cause.split("\n\nrank ")[1:]
-    assert blamed.startswith("1 stands at\n") and "in hang_before_a_collective" in blamed and "waits in" not in blamed
-    for rank, waiting in zip((0, 2), others, strict=True):
-        assert waiting.startswith(f"{rank} stands at\n  waits in collective gloo:all_reduce number 2 of 0 default_pg, sizes [[1]]\n")
+    assert caught.value.rank == 1 and cause.startswith("no answer after 2 s from ranks 0-2"), cause
+    _, blamed, waiting = re.split(r"\n\n(?=rank |each of )", cause)
+    assert blamed.startswith("rank 1 stands at\n") and "in hang_before_a_collective" in blamed and "waits in" not in blamed
+    collective = "waits in collective gloo:all_reduce number 2 of 0 default_pg, sizes [[1]]\n"
+    assert waiting.startswith(f"each of ranks 0, 2 stands at\n  {collective}")
+
+
+def test_equal_stacks_of_many_ranks_are_told_once() -> None:
+    stands = {rank: Stand({}, [], "in send" if rank == 3 else "in receive") for rank in range(20)}
+    group: Any = SimpleNamespace(deaths={"one": 0}, pulses=[SimpleNamespace(place=None)] * 21, log_file=lambda _: None)
+    assert _stack_traces(group, [3, 20, *(rank for rank in range(20) if rank != 3)], stands).split("\n\n")[1:] == [
+        "rank 3 stands at\nin send",
+        "rank 20 does not say where it stands: where its process is, is not known",
+        "each of ranks 0-2, 4-19 stands at\nin receive",
+    ]
 
 
 def test_a_rank_that_never_releases_the_lock_says_where_it_stands_and_so_do_the_others(ray_local: object, tmp: Path) -> None:

@@ -278,7 +278,7 @@ def test_a_successor_on_a_node_that_the_start_did_not_compare_serves_only_if_its
     monkeypatch.setattr(engine_restarts.ray, "wait", lambda calls, **_: ([call for call in calls if call in answers], []))
     monkeypatch.setattr(engine_restarts.ray, "get", lambda refs: [value_or_raise(answers[ref]) for ref in refs])
     start: Any = engine_restarts._Start(["until_placed", "initialize"])
-    whole = Place("first", 7, further=("second",))
+    whole = Place("first", 7, further=(Place("second", 8),))
     answers["until_placed"] = whole
     assert restarts._failure(0, start) is None and asked == [("actor_infer", {"first", "second"})]
     answers |= {"initialize": whole, "first": None}

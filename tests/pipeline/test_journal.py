@@ -9,6 +9,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from roll_lite.config.loading import load_config
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, SampleOutcome, Score, Transcript
 from roll_lite.distributed.dataflow import Batch
+from roll_lite.distributed.place import Place
 from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.observability.timers import Span
 from roll_lite.observability.trackers import TrackedRun
@@ -234,6 +236,16 @@ def test_a_failure_of_every_step_is_told_once_and_counted(journal: Journal, caps
         f"domain make: 11 {late.format(11)} (for the 10th time)",
         replaced.replace(": 2", ": 12 times as the first time: 2"),
         f"domain make: 11 times as the first time: 1 {late.format(1)}",
+    ]
+
+
+def test_the_table_of_processes_has_all_nodes_of_an_engine(journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Place("a", 7, "10.0.0.1", further=(Place("b", 8, "10.0.0.2"), Place("c", 9, "10.0.0.3")))
+    monkeypatch.setattr("roll_lite.pipeline.journal.WATCH", SimpleNamespace(places=lambda: {("actor_infer", 0): engine}))
+    journal.processes()
+    table = json.loads((tmp_path / "processes.json").read_text())
+    assert [(one["role"], one["rank"], one["node"], one["pid"]) for one in table] == [
+        ("actor_infer", 0, f"10.0.0.{number}", 6 + number) for number in (1, 2, 3)
     ]
 
 

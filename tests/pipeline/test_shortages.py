@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from support_disks import fill, small_disk
 
+from roll_lite.distributed.place import Place
 from roll_lite.files import replacing, write_whole
 from roll_lite.pipeline import shortages as module
 from roll_lite.pipeline.shortages import SPARE_BYTES, Shortages, check_machine, killed_for_memory
@@ -50,6 +52,22 @@ def test_what_ran_out_is_told_beside_the_failure(monkeypatch: pytest.MonkeyPatch
     before = killed_for_memory()
     monkeypatch.setattr(module, "killed_for_memory", lambda: before + 2)
     assert "the kernel has killed 2 processes" in shortages.behind(RuntimeError("a rank died"))
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_what_ran_out_on_another_node_is_told_with_its_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a node that gives no answer, as one that is lost, nothing is told."""
+    monkeypatch.setattr(module, "ASK_SECONDS", 1.0)
+    shortages, answers = Shortages(tmp_path), {"a": [(3, 1 << 30), (5, 4096)], "b": [(3, 1 << 30), (3, 1 << 30)]}
+    lost = shortages._signs.options(resources={"nowhere": 1}).remote()
+    monkeypatch.setattr(shortages, "_ask", lambda node: ray.put(answers[node].pop(0)) if node in answers else lost)
+    shortages.watch([Place(node, 7, f"10.0.0.{number}") for number, node in enumerate("abc")])
+    told = shortages.behind(RuntimeError("a rank died"))
+    assert told == (
+        ". /dev/shm, where Ray keeps objects, is full on 10.0.0.0: remove files there, or enlarge it"
+        ". Memory was short: the kernel has killed 2 processes on 10.0.0.0 since the run's start"
+    )
+    ray.cancel(lost)
 
 
 def test_a_file_that_is_not_written_leaves_no_draft(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from roll_lite.distributed.failures import ClusterDead, RankFailed
 from roll_lite.pipeline.sources import LiveRollouts
+from roll_lite.workers.judge import JudgeAddress, JudgeWorker
+from roll_lite.workers.rollout import RolloutWorker
 
 ACTOR = RankFailed("actor_train", 0, "idle", "its process died", retryable=True)
 REFERENCE = RankFailed("reference", 1, "idle", "its process died", retryable=True)
@@ -46,6 +48,23 @@ def test_a_new_engine_that_cannot_get_a_lost_ranks_weights_waits_for_its_recover
     assert caught.value is ACTOR and ACTOR.others == ()
     with pytest.raises(ClusterDead):
         complete(ClusterDead("actor_train", "its process died"))
+
+
+@pytest.mark.parametrize("service_end", [None, "it is lost, too"])
+def test_rewards_are_told_the_new_address_of_a_judge_that_comes_back_on_another_node(service_end: str | None) -> None:
+    """A rollout service that is lost, too, asks for it when it starts."""
+    old, new, other = (JudgeAddress((f"http://10.0.0.{number}:8/v1",), name) for number, name in ((1, "main"), (2, "main"), (3, "other")))
+    answers, told = {JudgeWorker.initialize: [], JudgeWorker.address: [new]}, list[Any]()
+    judge = SimpleNamespace(rebuild=lambda: None, all=lambda method, *_: answers[method])
+    service = SimpleNamespace(group=SimpleNamespace(end=service_end), one=lambda *call: told.append(call))
+    journal = SimpleNamespace(console=SimpleNamespace(message=lambda _: None))
+    source = LiveRollouts(None, None, service, {}, {"main": judge}, {}, 1, journal)  # type: ignore[arg-type, dict-item]
+    source._addresses |= {"main": [old], "other": [other]}
+    for _ in range(2):
+        source._lost_judges["main"] = 0.0
+        source.restart_judges()
+    assert told == ([] if service_end else [(RolloutWorker.judges_moved, {"main": new, "other": other})])
+    assert source._addresses["main"] == [new]
 
 
 def test_a_single_loss_on_shared_devices_waits_for_the_batch() -> None:

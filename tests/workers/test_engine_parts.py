@@ -4,9 +4,13 @@ nodes: tests/distributed/test_spanning_engines.py."""
 from __future__ import annotations
 
 import asyncio
+import re
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +19,15 @@ import pytest
 from ray.exceptions import RayActorError, RayError
 
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
+from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.place import Place
 from roll_lite.distributed.strategy.base import EngineNode, EngineSpec
+from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.workers import engine_parts
-from roll_lite.workers.engine_parts import EngineParts
+from roll_lite.workers.engine_parts import EngineParts, EnginePartWorker
 
 SPEC = EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(tensor_parallel=4), 64)
+PLACE = Place("its node", 1, "10.0.0.2")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +51,7 @@ class Answer:
         yield from self.gate.wait().__await__()
         if self.error is not None:
             raise self.error
-        return Place("its node", 1)
+        return PLACE
 
 
 async def nothing() -> None:
@@ -95,7 +102,7 @@ async def test_every_further_node_has_an_actor_that_knows_its_number(monkeypatch
     assert first is not None and (first.nodes, first.number, first.address) == (3, 0, "127.0.0.1")
     assert [(options["num_cpus"], node.number) for options, node in rays.made] == [(1, 1), (2, 2)]
     assert all(node.meeting == first.meeting for _, node in rays.made)
-    assert parts.nodes == ("its node", "its node")
+    assert parts.places == (PLACE, PLACE)
     parts.kill()
     assert len(rays.killed) == 2
 
@@ -109,7 +116,7 @@ async def test_an_engine_that_waits_for_a_part_that_is_gone_is_ended_and_told_wh
         await ended.wait()
         raise ValueError("the engine's process ended while it started")
 
-    with pytest.raises(RuntimeError, match="the engine's part on its node 1: RayError: no memory"):
+    with pytest.raises(RuntimeError, match=r"the engine's part on its node 1 \(10\.0\.0\.2\): RayError: no memory"):
         await asyncio.wait_for(parts.start(engine), 30)
     assert len(rays.killed) == 2
 
@@ -132,10 +139,10 @@ async def test_an_engine_starts_once_all_its_nodes_are_there(monkeypatch: pytest
     placing = asyncio.create_task(parts.place())
     starting = asyncio.create_task(parts.start(lambda: asyncio.sleep(0, begun.append(True))))
     await asyncio.sleep(0.05)
-    assert (len(rays.made), parts.nodes, begun, placing.done()) == (2, (), [], False)
+    assert (len(rays.made), parts.places, begun, placing.done()) == (2, (), [], False)
     gate.set()
     await asyncio.wait_for(asyncio.gather(placing, starting), 30)
-    assert (len(rays.made), parts.nodes, begun) == (2, ("its node", "its node"), [True])
+    assert (len(rays.made), parts.places, begun) == (2, (PLACE, PLACE), [True])
 
 
 async def test_an_actor_that_cannot_start_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,4 +158,29 @@ async def test_the_loss_of_a_part_has_its_cause(monkeypatch: pytest.MonkeyPatch)
     parts, _ = parts_of(monkeypatch, Answer(), lost)
     await parts.start(nothing)
     assert await parts.until_lost() == parts.lost
-    assert parts.lost == "the engine's part on its node 1: its process died: its node died"
+    assert parts.lost == "the engine's part on its node 1 (10.0.0.2): its process died: its node died"
+
+
+async def test_a_part_of_which_nothing_is_heard_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node is cut off, or its process is stopped: Ray notices the one after a minute, the other never."""
+    parts, rays = parts_of(monkeypatch, Answer())
+    parts.spec = replace(parts.spec, silence_s=0.3)
+    await parts.start(nothing)
+    rays.placed.gate.clear()
+    cause = await asyncio.wait_for(parts.until_lost(), 30)
+    assert re.fullmatch(r"the engine's part on its node \d \(10\.0\.0\.2\): nothing was heard of its process for 0\.3 s .*", cause)
+
+
+async def test_a_stopped_process_ends_its_part() -> None:
+    worker = EnginePartWorker.__new__(EnginePartWorker)
+    worker._end, worker._has_ended, worker._silence_s = None, asyncio.Event(), 0.3
+    with subprocess.Popen(["sleep", "100"]) as process:  # noqa: ASYNC220
+        worker._processes = EngineProcesses()
+        worker._processes.watch([process.pid])
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.wait_for(worker._watch(), 30)
+        finally:
+            process.kill()
+    with pytest.raises(MemberLost, match=r"its process \d+ \(sleep\) has been stopped, as by SIGSTOP, for 0\.3 s"):
+        await worker.until_death()

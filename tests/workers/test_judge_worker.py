@@ -127,6 +127,18 @@ async def test_a_server_that_dies_is_started_again_at_its_address_until_its_rest
         server.close()
 
 
+async def test_a_server_keeps_the_address_of_the_lost_one_unless_it_is_on_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge.ray, "nodes", lambda: [{}])
+    lost, server = JudgeServer("main", config()), JudgeServer("main", config())
+    own, before = server.address, lost.address
+    await server.take_over(JudgeAddress(("http://10.0.0.9:80/v1",), "main"))
+    assert server.address == own != before
+    lost.close()
+    await server.take_over(before)
+    assert server.address == before
+    server.close()
+
+
 async def test_a_server_that_ends_while_it_starts_is_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
     monkeypatch.setattr(judge.ray, "nodes", lambda: [{"Alive": True}])

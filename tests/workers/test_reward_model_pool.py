@@ -216,6 +216,16 @@ async def test_a_dead_copy_fails_its_samples_and_comes_back_while_the_others_ser
     assert (dead.kills, alive.kills) == (0, 0)
 
 
+async def test_the_node_of_a_lost_model_is_named_if_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: [{}, {}])
+    (actor,) = ranks(1)
+    actor.stands_at = Place("its node", 1, "10.0.0.2")
+    actor.error, actor.comes_back = ActorDiedError(), False
+    async with client([actor]) as model:
+        assert (await outcome(model.score("x"))).startswith("reward model toy on 10.0.0.2: its process died")
+        assert "started again: reward model toy: RuntimeError: out of memory" in await outcome(model.score("x")), "not where it was before"
+
+
 async def test_whoever_waits_for_the_last_copy_hears_of_its_death_and_may_ask_again() -> None:
     (actor,) = ranks(1)
     actor.error = ActorDiedError()

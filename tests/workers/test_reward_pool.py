@@ -190,13 +190,18 @@ async def test_functions_that_stop_their_process_cost_a_bounded_number_of_time_o
 
 
 async def test_a_worker_that_dies_while_it_has_nothing_to_do_is_replaced_before_anybody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cause names its node if there are several."""
     monkeypatch.setattr(fleet, "ASK_SECONDS", 0.1)
+    nodes = ray.nodes()
+    monkeypatch.setattr(ray, "nodes", lambda: 2 * nodes)
     async with pool(f"{USER}.length") as rewards:
         await asyncio.sleep(0.3)
         os.kill((await serving(rewards)[0].place.remote()).pid, signal.SIGKILL)
         async with asyncio.timeout(60):
             while rewards.replaced == 0:  # noqa: ASYNC110 (nobody else waits for that)
                 await asyncio.sleep(0.05)
+        (cause,) = rewards.newly_replaced()
+        assert cause.startswith(f"reward {USER}.length on {nodes[0]['NodeManagerAddress']}: its process died")
         assert (await rewards.score(item())).value == 3.0
 
 
@@ -206,6 +211,18 @@ async def test_a_worker_that_is_stopped_at_work_is_replaced_long_before_its_time
         async with asyncio.timeout(60):
             assert await outcome(rewards, "stop") == f"reward {USER}.stopping: its process is stopped, as by SIGSTOP"
             assert (await rewards.score(item("fine"))).value == 1.0
+
+
+async def test_another_configuration_restarts_the_workers_and_the_same_does_not() -> None:
+    async with pool(f"{USER}.length", workers=2) as rewards:
+        before = serving(rewards)
+        rewards.configure(rewards._config)
+        assert (await rewards.score(item())).value == 3.0 and serving(rewards) == before
+        rewards.configure(rewards._config.model_copy(update={"name": f"{USER}.waiting"}))
+        async with asyncio.timeout(60):
+            while rewards.replaced < 2:
+                await outcome(rewards, "abc")
+        assert [await outcome(rewards, "abc") for _ in range(4)] == 4 * [Score(0.5)]
 
 
 async def test_members_start_on_the_given_nodes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +271,9 @@ async def test_samples_under_way_in_a_worker_that_dies_are_scored_by_another() -
         await asyncio.sleep(0.1)
         ray.kill(serving(rewards)[0])
         assert all(isinstance(result, Score) for result in await asyncio.gather(*running))
-        assert rewards.replaced == 1
+        async with asyncio.timeout(60):
+            while rewards.replaced == 0:  # noqa: ASYNC110 (nobody else waits for that)
+                await asyncio.sleep(0.05)
 
 
 async def test_an_item_that_cannot_travel_is_the_only_one_that_fails() -> None:
