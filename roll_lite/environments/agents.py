@@ -68,7 +68,6 @@ class AgentSession:
         self._rendering = asyncio.Lock()
         self._nodes: dict[bytes, _Node] = {}
         self._texts: set[int] = set()
-        """Lengths of text prompts with their responses."""
         self._conversations: dict[int, list[Message]] = {}
         self._call_ids: set[str] = set()
         self._call_numbers = count()
@@ -129,7 +128,7 @@ class AgentSession:
         return reply
 
     def _render(self, request: ChatRequest, node: _Node | None, new: list[Message]) -> tuple[Renderer, list[int], int]:
-        """Return (renderer, tokens, `contents` of `Policy.sample`)."""
+        """Return the renderer, tokens, and `contents` of `Policy.sample`."""
         renderer = self._renderer_of(request.tools)
         if request.text is not None:
             ids = renderer.text(new[0]["content"], node is not None)
@@ -188,7 +187,7 @@ def _digest(before: bytes, message: Message) -> bytes:
 
 
 def _said(message: Message) -> bytes:
-    """Digest of a response without its thoughts."""
+    """Digest without thoughts."""
     return _digest(b"", {name: message.get(name) for name in ("content", "tool_calls")})
 
 
@@ -239,7 +238,7 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
 
 
 def _told(error: BaseException) -> str:
-    """Text of an exception, of those behind it, and of HTTP responses in them."""
+    """Text of an exception, those behind it, and their HTTP responses."""
     texts, errors = [], [error]
     for one in errors:
         with suppress(Exception):  # clients refuse the text of a response that was not read

@@ -194,8 +194,7 @@ def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Se
 
 
 def note_on_tools(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> str | None:
-    """Describe how the domain's template fails on an agent's conversations with tools, or renders them differently than as a whole; None if
-    neither."""
+    """Describe how the domain's template fails on an agent's tools, or renders a whole conversation differently; None if neither."""
     try:
         return renderer_of(domain, tokenizer, path, [ANY_TOOL]).difference()
     except ValueError as error:

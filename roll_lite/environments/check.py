@@ -80,8 +80,7 @@ def _has_chat_template(config: RunConfig, domain: DomainConfig) -> bool:
 
 
 def template_notes(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (YAML path, message) for templates that cannot render agents' conversations with tools, or render episodes differently than
-    as a whole."""
+    """Yield (YAML path, message) for templates that cannot render agents' tools, or render episodes differently."""
     for name, domain in config.domains.items():
         settings, path = domain.environment, f"domains.{name}"
         is_agent = isinstance(settings, EndpointEnvironmentConfig)

@@ -55,7 +55,6 @@ class Shortages:
             self._spare.append(os.dup(file.fileno()))
 
     def watch(self, places: Iterable[Place]) -> None:
-        """Look at the nodes of `places`, too."""
         here = ray.get_runtime_context().get_node_id()
         self._others = {place.node: (place.address, self._ask(place.node)) for place in places if place.node != here}
 

@@ -235,7 +235,7 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured `rollout.supply` and, if engines have their own devices and something trains, others."""
+    """Simulate the configured `rollout.supply` and, if engines and trainers have their own devices, others."""
     alone = scenario.takes_turns or not scenario.trainer.token_s
     others = [] if alone else [one for one in map(scenario.under, SUPPLIES) if one.policy != scenario.policy]
     return [simulate(one) for one in [scenario, *others]]

@@ -80,7 +80,7 @@ class EngineParts:
         """Actors on further nodes; empty until all run."""
 
     async def place(self) -> None:
-        """Create the actors on further nodes; wait until they run."""
+        """Create the actors, and wait until they run."""
         self._placed = self._placed or asyncio.gather(*(self._place(number, own) for number, own in enumerate(self._options, start=1)))
         self.places = tuple(await self._placed)
 

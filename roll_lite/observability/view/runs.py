@@ -190,7 +190,7 @@ def lines_of(file: Path, mark: str = "") -> Iterator[dict[str, Any]]:
 
 
 def _rows(file: Path, group: int) -> list[dict[str, Any]]:
-    """Rows of a group that have tokens, from a file of a batch or a dump."""
+    """Rows of a group that have tokens."""
     wanted = {"index", "branch", "prompt_length", "input_ids", "response_mask", *PER_TOKEN}
     columns = [name for name in pq.read_schema(file).names if name in wanted]
     return [row for row in pq.read_table(file, columns=columns, filters=[("group", "=", group)]).to_pylist() if row["input_ids"]]
