@@ -323,7 +323,7 @@ def _collect_stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
 
 
 def _stack_traces(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, Stand]) -> str:
-    """Return the ranks' stack traces, equal ones once. Ranks without a Stand write theirs on SIGUSR1."""
+    """Return stack traces, equal ones once. Ranks without a Stand write theirs on SIGUSR1."""
     if not group.deaths:
         return ""
     alike = dict[str, list[int]]()

@@ -63,7 +63,7 @@ def node_addresses() -> dict[str, str]:
 
 
 def where(places: Iterable[Place | None]) -> str:
-    """Return " on ADDRESS, ..."; "" if no address is known or the cluster has one node."""
+    """Return " on ADDRESS, ..."; "" if unknown or the cluster has one node."""
     addresses = sorted({place.address for place in places if place is not None and place.address})
     return f" on {', '.join(addresses)}" if addresses and len(ray.nodes()) > 1 else ""
 

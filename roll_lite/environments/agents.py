@@ -128,7 +128,7 @@ class AgentSession:
         return reply
 
     def _render(self, request: ChatRequest, node: _Node | None, new: list[Message]) -> tuple[Renderer, list[int], int]:
-        """Return the renderer, tokens, and `contents` of `Policy.sample`."""
+        """Return renderer, tokens, and `contents` of `Policy.sample`."""
         renderer = self._renderer_of(request.tools)
         if request.text is not None:
             ids = renderer.text(new[0]["content"], node is not None)

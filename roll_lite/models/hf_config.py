@@ -90,8 +90,8 @@ class HfConfig:
         return self.hidden * self._weights_per_hidden / (self.heads * self.head_dim)
 
     def flops(self, lengths: Iterable[int], outputs: int, passes: int = 1) -> float:
-        """FLOPs of a forward pass or, with training_passes, of training, for weights and causal attention alone. `outputs`: tokens that
-        reach the output layer."""
+        """FLOPs of weights and causal attention in a forward pass or, with training_passes, training. `outputs`: tokens that reach the
+        output layer."""
         tokens = pairs = 0
         for length in lengths:
             near = min(length, self.window or length)
