@@ -346,8 +346,11 @@ class Player:
             if isinstance(error, TimeoutError) and policy.timer is not None and policy.timer.expired():
                 cause = f"it took longer than {limit_s:g} s (turn_timeout_s) to answer a response"
             else:
-                last = traceback.extract_tb(error.__traceback__)[-1]
-                cause = f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+                first: BaseException = error
+                while isinstance(first, BaseExceptionGroup):
+                    first = first.exceptions[0]
+                last = traceback.extract_tb(first.__traceback__)[-1]
+                cause = f"{type(first).__name__}: {first} ({last.filename}, line {last.lineno})"
             refusal = f"a request was refused ({policy.refusal:.{LONGEST_REFUSAL}}), then: " if policy.refusal else ""
             self._emit(Failed(order.episode, refusal + cause))
 

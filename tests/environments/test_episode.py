@@ -256,6 +256,11 @@ async def swallows(task: Task, policy: Policy) -> None:
         return
 
 
+async def raises_in_a_task(task: Task, policy: Policy) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(raises(task, policy))
+
+
 class Unfinished:
     def reset(self, task: Task) -> str:
         return "Go."
@@ -266,6 +271,7 @@ class Unfinished:
 
 FAILURES: dict[str, tuple[EpisodeFunction, str]] = {
     "raises": (raises, r"KeyError: 'lost' \(.*test_episode.py, line \d+\)"),
+    "raises in a task group": (raises_in_a_task, r"KeyError: 'lost' \(.*test_episode.py, line \d+\)"),
     "hangs": (never_ends, r"it took longer than 0.3 s \(turn_timeout_s\) to answer a response"),
     "hangs in a thread": (
         play_class(type("Slow", (Guess,), {"step": lambda self, message: time.sleep(1)}), {}, Calls()),
