@@ -20,8 +20,7 @@ SILENCE_SECONDS = 10.0
 class Member(Protocol):
     """Process, or group of processes, that a `Fleet` starts, watches and restarts."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     async def start(self) -> None:
         """Start or restart; return when able to serve."""

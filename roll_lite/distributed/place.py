@@ -121,20 +121,16 @@ class ActorMember(ABC):
 
     def __init__(self, name: str, actor_class: type, *arguments: Any) -> None:
         self.actor: Any = None
-        self._name = name
+        self.name = self._name = name
         self._actor_class, self._arguments = actor_class, arguments
         self._place: Place | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self._name}{where([self._place])}"
 
     @property
     @abstractmethod
     def is_busy(self) -> bool: ...
 
     async def prepare(self) -> Any:
-        self._place = None
+        self._place, self.name = None, self._name
         chosen = NodeAffinitySchedulingStrategy(self.nodes[next(self._started) % len(self.nodes)], soft=True) if self.nodes else None
         self.actor = ray.remote(self._actor_class).options(num_cpus=0, scheduling_strategy=chosen).remote(*self._arguments)
         try:
@@ -142,6 +138,7 @@ class ActorMember(ABC):
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, ValueError) else error from None
         self._place = await self.actor.place.remote()
+        self.name += where([self._place])
         return prepared
 
     async def until_lost(self) -> str:

@@ -349,7 +349,7 @@ class Player:
                 first: BaseException = error
                 while isinstance(first, BaseExceptionGroup):
                     first = first.exceptions[0]
-                last = traceback.extract_tb(first.__traceback__)[-1]
+                last = traceback.extract_tb(first.__traceback__ or error.__traceback__)[-1]
                 cause = f"{type(first).__name__}: {first} ({last.filename}, line {last.lineno})"
             refusal = f"a request was refused ({policy.refusal:.{LONGEST_REFUSAL}}), then: " if policy.refusal else ""
             self._emit(Failed(order.episode, refusal + cause))

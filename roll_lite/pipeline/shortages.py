@@ -56,7 +56,8 @@ class Shortages:
 
     def watch(self, places: Iterable[Place]) -> None:
         here = ray.get_runtime_context().get_node_id()
-        self._others = {place.node: (place.address, self._ask(place.node)) for place in places if place.node != here}
+        addresses = {place.node: place.address for place in places if place.node != here}
+        self._others = {node: (address, self._ask(node)) for node, address in addresses.items()}
 
     def release(self) -> None:
         while self._spare:
@@ -67,8 +68,10 @@ class Shortages:
         found = ""
         if os.strerror(errno.EMFILE) in str(error):
             found += ". Processes may open too few files here: raise the limit (ulimit -n 65536) and start the run again"
-        here = killed_for_memory() - self._killed, shutil.disk_usage(SHARED).free
-        for where, killed, free in [("the driver's machine", *here), *self._elsewhere()]:
+        places = [("the driver's machine", killed_for_memory() - self._killed, shutil.disk_usage(SHARED).free)]
+        with suppress(Exception):  # Ray may have ended
+            places += self._elsewhere()
+        for where, killed, free in places:
             if free < 1 << 20:
                 found += f". {SHARED}, where Ray keeps objects, is full on {where}: remove files there, or enlarge it"
             if killed > 0:

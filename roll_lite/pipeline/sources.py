@@ -159,9 +159,9 @@ class LiveRollouts(BatchSource):
             servers.rebuild()
             servers.all(JudgeWorker.initialize, before)
             self._addresses[name] = servers.all(JudgeWorker.address)
+            del self._lost_judges[name]
             if self._addresses[name] != before and self.rollouts.group.end is None:
                 self.rollouts.one(RolloutWorker.judges_moved, _whole(self._addresses))
-            del self._lost_judges[name]
             self.journal.console.message(f"judges.{name} is back, {time.monotonic() - since:.0f} s after its loss")
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:

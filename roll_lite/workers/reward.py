@@ -63,6 +63,7 @@ class PooledWorker(ActorMember):
     def __init__(self, config: RewardConfig, path: str) -> None:
         super().__init__(f"reward {config.name}", RewardWorker, config, path)
         self.under_way: dict[int, RewardJob] = {}
+        self.is_reconfigured = False
 
     @property
     def is_busy(self) -> bool:
@@ -70,9 +71,11 @@ class PooledWorker(ActorMember):
 
     def configure(self, config: RewardConfig) -> None:
         self._arguments = config, *self._arguments[1:]
+        self.is_reconfigured = True
         self.kill()
 
     async def start(self) -> None:
+        self.is_reconfigured = False
         self.is_async, self.is_batched, self.note = await self.prepare()
 
 
@@ -159,6 +162,11 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
             raise MemberLost(f"{member.name}: it was interrupted somewhere inside")
 
     def _lost(self, member: PooledWorker, cause: str) -> None:
+        if member.is_reconfigured:  # no sample is the cause
+            while member.under_way:
+                _, job = member.under_way.popitem()
+                self._again(job, job.alone)
+            return
         self._blame(member.under_way, cause)
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= LOST_IN_A_ROW:

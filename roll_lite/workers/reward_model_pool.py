@@ -66,7 +66,7 @@ class Ranks:
     model."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
-        self._name = f"reward model {model}"
+        self.name = self._name = f"reward model {model}"
         self.copies: list[Copy] = []
         self.guilty: Copy | None = None
         self.memory = MemoryPeaks()
@@ -86,13 +86,9 @@ class Ranks:
         parts = [actors] if CONNECTS_RANKS[config.strategy.name] else [[actor] for actor in actors]
         return [Ranks(model, part, config) for part in parts]
 
-    @property
-    def name(self) -> str:
-        return f"{self._name}{where(self._places)}"
-
     async def start(self) -> None:
         is_initialized, self._is_initialized = self._is_initialized, False
-        self._places = []
+        self._places, self.name = [], self._name
         try:
             async with self._moving:
                 if not is_initialized:
@@ -101,6 +97,7 @@ class Ranks:
         except Exception as error:
             raise MemberLost(self.cause(error)) from error
         self._places = await self._find_places()
+        self.name += where(self._places)
         self.guilty = None
 
     async def until_lost(self) -> str:

@@ -407,6 +407,14 @@ def test_engines_of_a_pool_of_their_own_are_one_step_ahead() -> None:
     assert config["actor_train"]["optimizer"]["warmup_steps"] == 160
 
 
+def test_older_scripts_give_the_engines_nodes_at_the_top() -> None:
+    config = of_verl(f"data.train_batch_size=512 trainer.nnodes=1 rollout.nnodes=1 {ACTOR}.ppo_mini_batch_size=32")
+    assert config["rollout"]["prompts_per_step"] == 512 and config["rollout"]["supply"] == "one_step_off"
+    assert config["algorithm"]["mini_batches"] == 16 and config["algorithm"]["old_log_probs"] == "rollout"
+    recomputes = of_verl(f"data.train_batch_size=512 trainer.nnodes=1 rollout.nnodes=1 {CORRECTION}.bypass_mode=False")
+    assert "old_log_probs" not in recomputes["algorithm"] and recomputes["rollout"]["supply"] == "one_step_off"
+
+
 def test_the_warmup_of_an_asynchronous_run_counts_local_steps() -> None:
     config = of_verl(
         f"rollout.nnodes=1 {ACTOR}.ppo_mini_batch_size=32 {ACTOR}.optim.lr_warmup_steps=10",
@@ -453,6 +461,14 @@ def test_micro_batches_are_limited_as_verl_does_it(settings: str, actor: dict[st
         (
             'rollout_rs=seq_mean_k1 {}.rollout_rs_threshold="0.5_1.25"',
             {"mismatch_correction": {"filters": [{"level": "sequence_mean", "estimator": "ratio", "low": 0.8, "high": 2.0}]}},
+        ),
+        (
+            "rollout_is=token {}.rollout_is_threshold=0.5_5",
+            {"mismatch_correction": {"weight": {"low": 0.5, "high": 5.0, "mode": "mask"}}},
+        ),
+        (
+            'rollout_rs=seq_mean_k1 {}.rollout_rs_threshold="0.5_5"',
+            {"mismatch_correction": {"filters": [{"level": "sequence_mean", "estimator": "ratio", "low": 0.2, "high": 2.0}]}},
         ),
         (
             "rollout_rs=token_k3 {}.rollout_rs_threshold=0.01",
@@ -505,6 +521,10 @@ def test_a_reward_model_of_verl() -> None:
         (
             "--enable_vllm_is_correction --algo.advantage.is_correction_threshold 0.2 4 --algo.advantage.is_correction_type icepop",
             {"weight": {"low": 0.2, "high": 4, "mode": "mask"}},
+        ),
+        (
+            "--algo.advantage.is_correction_mode mask --algo.advantage.is_correction_enable --algo.advantage.is_correction_threshold 3",
+            {"weight": {"high": 3, "mode": "mask"}},
         ),
         (
             "--algo.advantage.is_correction_enable --algo.advantage.is_correction_type seq-mask-tis",

@@ -261,6 +261,10 @@ async def raises_in_a_task(task: Task, policy: Policy) -> None:
         group.create_task(raises(task, policy))
 
 
+async def raises_a_group(task: Task, policy: Policy) -> None:
+    raise ExceptionGroup("two things", [ValueError("it is broken"), KeyError("lost")])
+
+
 class Unfinished:
     def reset(self, task: Task) -> str:
         return "Go."
@@ -272,6 +276,7 @@ class Unfinished:
 FAILURES: dict[str, tuple[EpisodeFunction, str]] = {
     "raises": (raises, r"KeyError: 'lost' \(.*test_episode.py, line \d+\)"),
     "raises in a task group": (raises_in_a_task, r"KeyError: 'lost' \(.*test_episode.py, line \d+\)"),
+    "raises a group": (raises_a_group, r"ValueError: it is broken \(.*test_episode.py, line \d+\)"),
     "hangs": (never_ends, r"it took longer than 0.3 s \(turn_timeout_s\) to answer a response"),
     "hangs in a thread": (
         play_class(type("Slow", (Guess,), {"step": lambda self, message: time.sleep(1)}), {}, Calls()),

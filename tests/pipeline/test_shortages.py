@@ -61,13 +61,15 @@ def test_what_ran_out_on_another_node_is_told_with_its_address(monkeypatch: pyte
     shortages, answers = Shortages(tmp_path), {"a": [(3, 1 << 30), (5, 4096)], "b": [(3, 1 << 30), (3, 1 << 30)]}
     lost = shortages._signs.options(resources={"nowhere": 1}).remote()
     monkeypatch.setattr(shortages, "_ask", lambda node: ray.put(answers[node].pop(0)) if node in answers else lost)
-    shortages.watch([Place(node, 7, f"10.0.0.{number}") for number, node in enumerate("abc")])
+    shortages.watch([Place(node, pid, f"10.0.0.{number}") for number, node in enumerate("abc") for pid in (7, 8)])
     told = shortages.behind(RuntimeError("a rank died"))
     assert told == (
         ". /dev/shm, where Ray keeps objects, is full on 10.0.0.0: remove files there, or enlarge it"
         ". Memory was short: the kernel has killed 2 processes on 10.0.0.0 since the run's start"
     )
     ray.cancel(lost)
+    monkeypatch.setattr(shortages, "_ask", lambda node: ray.get_actor("no such session"))
+    assert shortages.behind(RuntimeError("a rank died")) == "", "Ray may have ended"
 
 
 def test_a_file_that_is_not_written_leaves_no_draft(tmp_path: Path) -> None:

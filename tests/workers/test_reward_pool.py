@@ -225,6 +225,19 @@ async def test_another_configuration_restarts_the_workers_and_the_same_does_not(
         assert [await outcome(rewards, "abc") for _ in range(4)] == 4 * [Score(0.5)]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+async def test_samples_under_way_are_not_to_blame_for_another_configuration(count: int) -> None:
+    async with pool(f"{USER}.waiting", timeout_s=60.0) as rewards:
+        hanging = [asyncio.create_task(outcome(rewards, "hang")) for _ in range(count)]
+        while len(rewards._fleet.members[0].under_way) < count:  # noqa: ASYNC110 (a pool makes no event of it)
+            await asyncio.sleep(0.05)
+        jobs = list(rewards._fleet.members[0].under_way.values())
+        rewards.configure(rewards._config.model_copy(update={"name": f"{USER}.length"}))
+        async with asyncio.timeout(60):
+            assert await asyncio.gather(*hanging) == count * [Score(4.0)]
+        assert not any(job.alone for job in jobs)
+
+
 async def test_members_start_on_the_given_nodes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     here = ray.get_runtime_context().get_node_id()
     monkeypatch.setattr(place.ActorMember, "nodes", (here, "1" * len(here)))

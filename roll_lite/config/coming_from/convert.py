@@ -191,6 +191,8 @@ def _from_script(text: str, is_known: Callable[[str], object]) -> list[Setting]:
 
 def _value(text: str) -> Any:
     source = parse_yaml(text, "")
+    if re.fullmatch(r"[\d.]+_[\d.]+", text):  # two numbers, of which YAML makes one
+        return text
     if source.problems or (isinstance(source.data, dict) and text[0] != "{"):
         return text
     return None if text == "None" else source.data

@@ -174,6 +174,7 @@ async function samples(live, current) {
   main.replaceChildren(bar, told, h("div", { class: "split" }, table, detail));
   if (active === "search") document.getElementById("search").focus();
   await new Promise(done => requestAnimationFrame(() => setTimeout(done)));  // the list is painted: to count takes all of a small machine
+  if (!current()) return;
   tell();
   const at = given.get("at") || (found[0] && place(found[0]));
   if (at) await group(at, current); else detail.append(h("p", { class: "empty" }, "No sample matches. Clear the filter, or wait until samples are indexed."));
