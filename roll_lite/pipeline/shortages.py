@@ -11,14 +11,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-
-import ray
-from ray.exceptions import RayError
+from typing import TYPE_CHECKING
 
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.distributed.place import Place, on_node
 from roll_lite.distributed.session_guard import SHARED
+
+if TYPE_CHECKING:  # ray takes seconds to import, and `check` needs none
+    import ray
+
+    from roll_lite.distributed.place import Place
 
 LEAST_FILES = 512
 """Open files that a process of a small run may need."""
@@ -48,13 +50,14 @@ class Shortages:
         self._killed = killed_for_memory()
         self._others: dict[str, tuple[str, ray.ObjectRef]] = {}
         """{node: (address, its `signs` at the start)}, without the driver's."""
-        self._signs = ray.remote(signs)
         self._spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(SPARE_FILES)]
         with suppress(OSError), TemporaryFile(dir=folder) as file:  # a full disk is told at the run's first file
             os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
             self._spare.append(os.dup(file.fileno()))
 
     def watch(self, places: Iterable[Place]) -> None:
+        import ray
+
         here = ray.get_runtime_context().get_node_id()
         addresses = {place.node: place.address for place in places if place.node != here}
         self._others = {node: (address, self._ask(node)) for node, address in addresses.items()}
@@ -79,10 +82,17 @@ class Shortages:
         return found
 
     def _ask(self, node: str) -> ray.ObjectRef:
-        return self._signs.options(num_cpus=0, scheduling_strategy=on_node(node)).remote()
+        import ray
+
+        from roll_lite.distributed.place import on_node
+
+        return ray.remote(signs).options(num_cpus=0, scheduling_strategy=on_node(node)).remote()
 
     def _elsewhere(self) -> Iterator[tuple[str, int, int]]:
         """Yield (address, processes killed since the start, free bytes) of other nodes that answer."""
+        import ray
+        from ray.exceptions import RayError
+
         if not self._others or not ray.is_initialized():
             return
         asked = [(address, before, self._ask(node)) for node, (address, before) in self._others.items()]

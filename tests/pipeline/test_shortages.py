@@ -59,7 +59,7 @@ def test_what_ran_out_on_another_node_is_told_with_its_address(monkeypatch: pyte
     """Of a node that gives no answer, as one that is lost, nothing is told."""
     monkeypatch.setattr(module, "ASK_SECONDS", 1.0)
     shortages, answers = Shortages(tmp_path), {"a": [(3, 1 << 30), (5, 4096)], "b": [(3, 1 << 30), (3, 1 << 30)]}
-    lost = shortages._signs.options(resources={"nowhere": 1}).remote()
+    lost = ray.remote(module.signs).options(resources={"nowhere": 1}).remote()
     monkeypatch.setattr(shortages, "_ask", lambda node: ray.put(answers[node].pop(0)) if node in answers else lost)
     shortages.watch([Place(node, pid, f"10.0.0.{number}") for number, node in enumerate("abc") for pid in (7, 8)])
     told = shortages.behind(RuntimeError("a rank died"))
