@@ -58,6 +58,8 @@ class Shortages:
     def watch(self, places: Iterable[Place]) -> None:
         import ray
 
+        if not ray.is_initialized():
+            return
         here = ray.get_runtime_context().get_node_id()
         addresses = {place.node: place.address for place in places if place.node != here}
         self._others = {node: (address, self._ask(node)) for node, address in addresses.items()}
