@@ -13,7 +13,7 @@ lost engine costs its own work and nothing else) and `error`, the ratio's standa
 
     .venv/bin/python bench/node_losses.py [--engines 256] [--steps 14] [--hours 0.5] [--seeds 3] [--quick]
 
-Eight minutes on one core (1,024 engines: eleven for each seed); with --quick one.
+Eight minutes on one core (1,024 engines: fourteen for each seed); with --quick one.
 """
 
 from __future__ import annotations
