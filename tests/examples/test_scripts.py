@@ -96,7 +96,8 @@ def test_a_script_runs(script: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     if script.startswith("bench/"):
         report = json.loads(done.stdout.splitlines()[-1])
-        assert report["name"] and (report.get("skipped") or report["ours"] > 0), "the last line is what the benchmark found"
+        skipped = report.get("skipped") and not os.environ.get("CI")
+        assert report["name"] and (skipped or report["ours"] > 0), "the last line is what the benchmark found"
 
 
 @pytest.mark.slow
