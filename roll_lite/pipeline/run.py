@@ -80,7 +80,7 @@ def is_over(folder: Path, steps: int) -> bool:
 
 def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     journal = Journal(config, folder)
-    journal.timers.around = PhaseLimits(config.limits, config.rollout.stream_log_probs).limited
+    journal.timers.around = PhaseLimits(config.limits, config.rollout.stream_log_probs, config.weight_sync.timeout_s).limited
     WATCHDOG.silence_s = config.limits.silence or None
     interruption = Interruption(config.checkpoint.every > 0)
     end = RunEnd(journal, interruption)
@@ -109,10 +109,11 @@ class PhaseLimits:
     """Time limits of phases: as configured or, for REGULAR, `limits.hang_factor` times their longest duration if less. Recovery itself has
     none."""
 
-    def __init__(self, limits: LimitsConfig, streams: bool = False) -> None:
+    def __init__(self, limits: LimitsConfig, streams: bool = False, transfer_s: float = 0.0) -> None:
         """`streams`: log-probs may be computed during generation, so `log_probs` varies. Its limit follows `train`, which has the same
-        tokens and takes longer."""
+        tokens and takes longer. `transfer_s`: timeout of a weight transfer, whose end names the engine at fault."""
         self._limits = limits
+        self._transfer_s = transfer_s
         self._measured = {"log_probs": "train"} if streams else {}
         self._longest: dict[str, float] = {}
         self._failed: dict[str, float] = {}
@@ -129,7 +130,7 @@ class PhaseLimits:
         seconds, setting = getattr(limits, phase, limits.other), None
         if phase in REGULAR and limits.hang_factor and longest is not None:
             longest = max(longest, self._failed.get(phase, 0.0))
-            usual = max(LEAST_HANG_S, limits.hang_factor * longest)
+            usual = max(LEAST_HANG_S, limits.hang_factor * longest) + (self._transfer_s if phase == "sync_weights" else 0.0)
             if not seconds or usual < seconds:
                 seconds, setting = usual, f"limits.hang_factor {limits.hang_factor:g}, longest time so far {longest:.0f} s"
         with WATCHDOG.limit(phase, seconds, setting) as limit:

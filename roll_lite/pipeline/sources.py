@@ -91,8 +91,8 @@ class BatchSource(ABC):
         (`RolloutWorker.unfinished`). `within_s`: timeout in seconds."""
         return state, b""
 
-    def abandon(self) -> None:  # noqa: B027 (for a source with engines)
-        """Stop everything at once: the run ends and needs the devices to save its state."""
+    def abandon(self, within_s: float) -> None:  # noqa: B027 (for a source with engines)
+        """Stop everything within seconds: the run ends and needs the devices to save its state."""
 
     def close(self) -> None:  # noqa: B027 (for a source with files or engines)
         """Write the last ledger lines, and shut down."""
@@ -290,11 +290,14 @@ class LiveRollouts(BatchSource):
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> tuple[dict[str, Any], bytes]:
         return self.rollouts.start_one(RolloutWorker.unfinished, state).result(within_s)
 
-    def abandon(self) -> None:
+    def abandon(self, within_s: float) -> None:
         self.restarts.end()
         if self.weights is not None:
             self.weights.break_off()
         self.rollouts.shutdown()
+        if self.engines.offloads:  # a killed engine's memory may be freed late
+            with suppress(Exception):
+                self.engines.replicas.start_each(InferWorker.leave_device).result(within_s)
         self.engines.replicas.shutdown()
         for ranks in self.reward_models.values():
             ranks.shutdown()

@@ -110,7 +110,7 @@ class WeightSync:
         if in_flight := [calls for calls in self._transfer if not calls.done and calls.group.end is None]:
             self.break_off()
             self._plan = None
-            give_up = partial(self._give_up_silent, self._transfer[0], WATCHDOG.time(), "after the transfer had broken off")
+            give_up = partial(self._give_up_silent, self._transfer[-1], WATCHDOG.time(), "after the transfer had broken off")
             gather(*in_flight, poll=give_up)
         self._transfer = []
 
@@ -190,9 +190,9 @@ class WeightSync:
                 first = next((f" ({name}: {text})" for name, text in failed.items()), "")
                 self._give_up_silent(engines, interrupted, f"after others had broken off{first}")
 
-        both: list[Pending[Any]] = [engines, trainers]
+        both: list[Pending[Any]] = [trainers, engines]  # trainers first: if all exceed the phase's limit, the first are blamed
         self._transfer = both
-        said, of_trainers = gather(*both, poll=poll)
+        of_trainers, said = gather(*both, poll=poll)
         if any(call.lost for call in engines.calls):
             return None
         if broken := _broken(engines, trainers):

@@ -64,14 +64,16 @@ class InferWorker(AsyncWorker):
         self._ready = asyncio.Event()
         self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns, engine=self.rank)
         self._version = 0
+        self._is_first = True
 
     async def preload(self) -> None:
         await self._strategy.preload()
 
-    async def initialize(self, turn: int = 0, turns: int = 1) -> Place:
-        """Start the engine if `turn` equals rank % turns."""
+    async def initialize(self, turn: int = 0, turns: int = 1, is_first: bool = True) -> Place:
+        """Start the engine if `turn` equals rank % turns. `is_first`: False if it replaces an engine or joins the run."""
         if self.rank % turns != turn:
             return await self.place()
+        self._is_first = is_first
         if self._parts is None:
             await self._strategy.initialize()
         else:
@@ -159,10 +161,10 @@ class InferWorker(AsyncWorker):
     async def offload(self, parts: Sequence[EngineMemory]) -> None:
         await self._of_engine(self._strategy.offload(parts))
 
-    async def leave_device(self) -> None:
-        """Offload everything, except after an interrupted weight update, which must be repeated first."""
-        if self._strategy.life.state is not EngineState.HALF_UPDATED:
-            await self.offload(tuple(EngineMemory))
+    async def leave_device(self, parts: Sequence[EngineMemory] = tuple(EngineMemory)) -> None:
+        """Offload, except during a weight update or after an interrupted one, which must be repeated first."""
+        if self._strategy.life.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
+            await self.offload(parts)
 
     async def shutdown(self) -> None:
         if self._watching is not None:
@@ -187,13 +189,14 @@ class InferWorker(AsyncWorker):
     async def _of_engine(self, work: Awaitable[T]) -> T:
         """Await work of the engine. If it fails, give up the engine and raise MemberLost.
 
-        A living engine's TransferError is raised unchanged, as are errors before the first weight update, which all engines would raise.
+        A living engine's TransferError is raised unchanged, as are first engines' errors before their first weight update, which all would
+        raise.
         """
         try:
             return await work
         except Exception as error:  # a process edge: it becomes the cause
             if (await self._strategy.health()).alive:
-                if isinstance(error, TransferError) or self._version == 0:
+                if isinstance(error, TransferError) or (self._is_first and self._version == 0):
                     raise
                 await self.give_up(cause_of(error))
             raise MemberLost(self._strategy.life.failure or str(error)) from error

@@ -602,6 +602,11 @@ def test_forward_passes_of_which_only_the_rest_was_timed_are_no_hang(monkeypatch
     assert clock.limit("log_probs", 2.0) == 1000.0, "all of a batch that was complete at once takes no longer than its training"
 
 
+def test_a_transfer_ends_a_hang_by_its_own_timeout_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, PhaseLimits(LimitsConfig(), transfer_s=120.0))
+    assert [clock.limit("sync_weights", 50.0) for _ in range(2)] == [3600.0, 620.0]
+
+
 def test_a_phase_that_was_slow_gets_more_time_when_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, PhaseLimits(LimitsConfig()))
     clock.limit("train", 1.0)

@@ -77,8 +77,10 @@ class Source:
         self.version = 0
         self.story: list[str] = []
         self.started: list[Pending] = []
+        self.loads: list[str] = []
 
-    def loaded(self, *_: Any) -> Any:
+    def loaded(self, phase: Any, version: int) -> Any:
+        self.loads.append(phase)
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
@@ -253,6 +255,9 @@ def test_one_of_an_earlier_step_that_a_loss_interrupts_runs_once(tmp_path: Path,
     if lost == "service":
         assert pipeline.validation.forget() == 2
         pipeline.validate(2)  # by the recovery
+    loads = len(source.loads)
+    pipeline.validate(2)
+    assert source.loads[loads:] == ([] if lost == "service" else ["sync_weights", "generate"]), "the recovery left the engines offloaded"
     pipeline.validate(2)
     assert source.story == ["begin 2", *(["begin 2"] if lost == "service" else []), "end 2"]
     assert [step for step, *_ in told(tmp_path)] == [2]
@@ -304,7 +309,7 @@ def test_a_preempted_run_saves_its_last_step_with_what_is_under_way_now(
             raise TimeoutError
         return {**state, "groups": "new"}, b"samples"
 
-    for name, call in {"unfinished": unfinished, "abandon": lambda: None}.items():
+    for name, call in {"unfinished": unfinished, "abandon": lambda within_s: None}.items():
         monkeypatch.setattr(source, name, call, raising=False)
     for name, call in {"save": lambda *given: saved.append(given[1:]), "upload_last": lambda _: None}.items():
         monkeypatch.setattr(pipeline.checkpoints, name, call, raising=False)
