@@ -117,7 +117,7 @@ class RLVRPipeline:
                 else:
                     self.survive(self.between_steps)
             self.recovery.survive(self, self.export_model)
-            if self.steps_done == self.last_step:  # otherwise a rank was lost, and the run went back to an earlier step
+            if self.steps_done >= self.last_step:  # otherwise a rank was lost, and the run went back to an earlier step
                 return
 
     def survive(self, work: Callable[[], None]) -> None:

@@ -80,6 +80,9 @@ class BatchSource(ABC):
     def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
         """Prepare for new training ranks: engines leave shared devices, and will get all weights."""
 
+    def wait_for_files(self) -> None:  # noqa: B027 (for a source that writes files)
+        """Wait until the samples and dump of the last batch are written."""
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -192,13 +195,14 @@ class LiveRollouts(BatchSource):
                 with suppress(Exception):  # the batch's failure counts
                     self.end_ledger()
             raise
-        self._batch = None
         if batch is None:
+            self._batch = None
             raise DataExhausted
-        self.journal.ledger.append(batch.ledger)
-        self.journal.pools_worked(batch.work, batch.memory)
         self.restarts.tell_losses()
         self.restarts.settle()
+        self._batch = None  # not earlier: a loss in these waits must not lose the batch
+        self.journal.ledger.append(batch.ledger)
+        self.journal.pools_worked(batch.work, batch.memory)
         return batch
 
     def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
@@ -279,6 +283,9 @@ class LiveRollouts(BatchSource):
         self.restarts.hand_over(None if self.weights is None else version)
         if self.engines.offloads:
             self.engines.start_load(self.engines.parts(Phase.GENERATE)).result()
+
+    def wait_for_files(self) -> None:
+        self.rollouts.one(RolloutWorker.wait_for_files)
 
     def state_dict(self) -> dict[str, Any]:
         return self.rollouts.one(RolloutWorker.state_dict)

@@ -35,6 +35,8 @@ LAST_SECONDS = 2.0
 """Seconds for a dead engine's clean-up before its loss is reported."""
 PULSE_SECONDS = 2.0
 """Seconds between a heartbeat's answer and the next heartbeat."""
+FAILED_SECONDS = 10.0
+"""Seconds after a failed call in which a worker reports its own end."""
 MOST_BLOCKS = 32
 POLL_SECONDS = 10.0
 
@@ -239,17 +241,28 @@ class RemoteEngine(BatchedEngine):
         super().__init__(name, frozen_admission)
         self._worker = worker
         self._heartbeat = Heartbeat(self._ask_place, silence_s, PULSE_SECONDS)
+        self._failed = asyncio.Event()
         self._place: Place | None = None
         self._blocks = 1
+
+    def serves(self, worker: Any) -> bool:
+        return bool(self._worker == worker)
 
     async def start(self) -> None:
         await self._worker.until_ready.remote()
 
     async def until_lost(self) -> str:
         try:
-            return await first_of(self._worker.until_death.remote(), self._until_silent())
+            return await first_of(self._worker.until_death.remote(), self._until_silent(), self._until_failed())
         except RayError as error:
             return cause_of(error)
+
+    async def _until_failed(self) -> str:
+        """Wait for a failed call; return its error unless the worker's own report comes first."""
+        await self._failed.wait()
+        await asyncio.sleep(FAILED_SECONDS)
+        assert self._dead is not None
+        return self._dead
 
     async def _until_silent(self) -> str:
         """Wait for an unanswered heartbeat; return the cause of loss. Living workers answer even during long prefills."""
@@ -268,6 +281,7 @@ class RemoteEngine(BatchedEngine):
         if self._dead is None:
             self._heartbeat.listen(PULSE_SECONDS)
         super().fail(cause)
+        self._failed.set()
 
     def kill(self) -> None:
         """Kill the worker, even if stopped by SIGSTOP: resumed later, it would serve old weights."""

@@ -86,6 +86,9 @@ class Source:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
+    def wait_for_files(self) -> None:
+        pass
+
     def sync(self, version: int) -> None:
         if version != self.version:
             self.story.append(f"weights {version}")
@@ -217,6 +220,21 @@ def test_a_resumed_run_begins_with_one_whatever_was_under_way_when_it_broke_off(
     pipeline.run()
     assert source.story == ["weights 3", "begin 3", "step 4", "end 3", "weights 4", "begin 4", "end 4"]
     assert told(tmp_path) == [(3, 3, 3), (4, 4, 4)]
+
+
+def test_a_run_that_resumed_beyond_its_last_step_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, exported = Source(looks=0), list[int]()
+    pipeline = pipeline_of(tmp_path, source, monkeypatch)
+    state = {"steps_done": 6, "version": 6, **{name: part.state_dict() for name, part in pipeline.remembering.items()}}
+    monkeypatch.setattr(pipeline.checkpoints, "load", lambda *_: state)
+
+    def export() -> None:
+        assert exported == []
+        exported.append(pipeline.steps_done)
+
+    monkeypatch.setattr(pipeline, "export_model", export)
+    pipeline.run()
+    assert exported == [6]
 
 
 @pytest.mark.parametrize(("pending", "story"), [(2, ["weights 3", "begin 2", "step 4", "end 2"]), (None, ["weights 3", "step 4"])])
