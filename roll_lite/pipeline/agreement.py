@@ -111,7 +111,7 @@ class Agreement:
         """{age and engine as text, such as "0 0 1": number of comparisons in a row in which the engine exceeded a limit}."""
 
     def accept(self, version: int) -> None:
-        self._accepted = version
+        self._accepted, self._is_first = version, False
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
         """Raise EnginesDiffer if log-probs differ too much. `version`: of the trainer's weights. `found`: by rank, {sample number: (sum of

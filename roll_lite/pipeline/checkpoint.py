@@ -91,6 +91,8 @@ class Checkpoints:
         self._waiting: list[Path] = []
         self._running: Unfinished | None = None
         self.newest: Path | None = None
+        self._renamed: dict[Path, int] = {}
+        """{checkpoint that was resumed and has a name of the user's: its step}."""
         """Newest finished checkpoint, or the one the run resumed from."""
         self.copy_every, self.copied_step = config.checkpoint.in_memory_every, 0
         """`copy_every`: steps between in-memory copies; 0: none. `copied_step`: newest copy's step; 0: none."""
@@ -206,7 +208,10 @@ class Checkpoints:
             self._upload(running.models)
         else:
             self.newest = whole
-            self._remove_old()
+            try:
+                self._remove_old()
+            except OSError as error:  # another process may use it
+                logger.warning("an old checkpoint could not be removed wholly: %s", error)
             size, free = sum(one.bytes for one in read_list(self.newest).values()), free_bytes(self.newest)
             if free < size and self.newest_step < self._config.steps:
                 logger.warning(
@@ -277,6 +282,8 @@ class Checkpoints:
                 break
             except DamagedCheckpoint as error:
                 self.set_aside_newest(error)
+        if not steps_of(self.newest):
+            self._renamed[self.newest] = state["pipeline"]["steps_done"]
         self._load_models(models, self.newest)
         with reaching(self._home):
             for later in finished_checkpoints(self._home) if self.continues_in_folder else ():
@@ -295,7 +302,7 @@ class Checkpoints:
 
     @property
     def newest_step(self) -> int:
-        return 0 if self.newest is None else steps_of(self.newest)
+        return 0 if self.newest is None else self._renamed.get(self.newest) or steps_of(self.newest)
 
     def copy_state(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any]) -> None:
         """Copy the ranks' states into their nodes' object stores. If they do not fit, no more copies are made."""

@@ -252,6 +252,7 @@ def saved_roles(config: RunConfig, files: Iterable[str] | None = None) -> list[s
 
 
 def check_resumption(config: RunConfig) -> Iterator[Problem]:
+    is_named = config.checkpoint.resume != "auto"
     try:
         config, _ = settled(config)
     except StoreUnreachable:  # reported for checkpoint.store
@@ -261,12 +262,12 @@ def check_resumption(config: RunConfig) -> Iterator[Problem]:
         return
     try:
         with reaching(folder):
-            _check_folder(config, folder)
+            _check_folder(config, folder, is_named)
     except (ValueError, OSError, StoreUnreachable) as error:
         yield Problem("checkpoint.resume", str(error).removeprefix("checkpoint.resume: "), str(folder))
 
 
-def _check_folder(config: RunConfig, folder: Path) -> None:
+def _check_folder(config: RunConfig, folder: Path, is_named: bool) -> None:
     if (found := kind_of(folder)) != "folder":
         hint = elsewhere(folder) if is_local(folder) else ""
         raise ValueError(f"no such folder: {folder}{hint}" if found is None else f"{folder} is no folder; name a checkpoint's or a run's")
@@ -277,6 +278,8 @@ def _check_folder(config: RunConfig, folder: Path) -> None:
         raise ValueError(f"{checkpoint / 'state.json'} has no {' and no '.join(absent)}; {remedy(checkpoint)}")
     if told := [str(change) for change in refused(_settings(state), config.model_dump(mode="json"), trains(config))]:
         raise ValueError(f"{checkpoint} was written with other settings, which may not change on resume: {'; '.join(told)}")
+    if is_named and (done := state["pipeline"].get("steps_done", 0)) > config.steps:
+        raise ValueError(f"{checkpoint} was written after step {done}, and steps is {config.steps}; raise steps, or name an earlier one")
     with_state = [role for role in saved_roles(config, read_list(checkpoint)) if role in roles(config)]
     absent = [role for role in with_state if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
     if absent:

@@ -55,6 +55,10 @@ class Movable(ABC):
     @abstractmethod
     def start_offload(self, parts: Sequence[Any]) -> Pending[Any]: ...
 
+    def start_abandoning(self, parts: Sequence[Any]) -> Pending[Any]:
+        """Offload after a failure."""
+        return self.start_offload(parts)
+
 
 @dataclass(frozen=True)
 class Model(Movable, Generic[W]):
@@ -131,6 +135,9 @@ class Engines(Movable):
 
     def start_offload(self, parts: Sequence[EngineMemory]) -> Pending[dict[int, None]]:
         return self.replicas.start_each(InferWorker.offload, parts)
+
+    def start_abandoning(self, parts: Sequence[EngineMemory]) -> Pending[dict[int, None]]:
+        return self.replicas.start_each(InferWorker.leave_device, parts)
 
     def loaded(self, phase: Phase, also_loaded: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
         """Call `loaded` with the engine memory that a phase needs."""
@@ -241,6 +248,8 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
                     turns[number].took(time.perf_counter() - begun[number])
                     del present[number], pending[number]
     except BaseException:
+        for one in pending.values():
+            one.settle()
         _abandon([turns[number].role for number in present], parts)
         raise
     return [results[number] for number in range(len(turns))]
@@ -265,4 +274,4 @@ def _abandon(roles: Iterable[Movable], parts: Sequence[Any]) -> None:
     for role in roles:
         if role.offloads:
             with suppress(ClusterDead):
-                role.start_offload(parts)
+                role.start_abandoning(parts).settle()

@@ -111,7 +111,7 @@ class EngineRestarts:
         return {**self._group.lost, **dict.fromkeys(self.newcomers, "its successor lacks the current weights")}
 
     def service_restarted(self) -> None:
-        for engine, cause in self._group.lost.items():
+        for engine, cause in dict(self._group.lost).items():  # another may be lost meanwhile
             if engine not in self._group.replaceable:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
@@ -138,7 +138,7 @@ class EngineRestarts:
                 continue
             start = self._starts.get(engine)
             failure = None if start is None else self._failure(engine, start)
-            if start is None or failure is not None:
+            if failure is not None or (start is None and not self._starts_beside(engine)):
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
@@ -234,7 +234,12 @@ class EngineRestarts:
 
     def _start(self, engine: int, actor: Any) -> None:
         turns = self._engines.turns
-        self._starts[engine] = _Start([actor.until_placed.remote(), actor.initialize.remote(engine % turns, turns)])
+        self._starts[engine] = _Start([actor.until_placed.remote(), actor.initialize.remote(engine % turns, turns, False)])
+
+    def _starts_beside(self, engine: int) -> bool:
+        """Return True while another engine starts on the same GPU: each measures free memory."""
+        turns = self._engines.turns
+        return any(other // turns == engine // turns and start.place is None for other, start in self._starts.items())
 
     def _follow_drains(self) -> None:
         places = {engine: pulse.place for engine, pulse in self._group.living_pulses() if pulse.place is not None}

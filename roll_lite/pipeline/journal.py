@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +50,7 @@ from roll_lite.observability.report import (
 from roll_lite.observability.run_folder import continues_in_folder, cut_after, folder_of_checkpoints
 from roll_lite.observability.timers import STEP, Span, StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, shown_settings
-from roll_lite.pipeline.checkpoint_files import known_tracker_ids, resumption
+from roll_lite.pipeline.checkpoint_files import known_tracker_ids, resumption, steps_of
 from roll_lite.pipeline.ledger import Ledger
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW
@@ -122,6 +122,10 @@ class Journal:
         ids = {} if resume is None else known_tracker_ids(resumption(resume).checkpoint)
         built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings), ids)
         self._trackers = Trackers([*built, self.history], self.console.message)
+        if resume is not None and continues_in_folder(config, self.folder):  # the summary keeps them if the run ends before it has resumed
+            self._first = self._steps = steps_of(resumption(resume).checkpoint)
+            with suppress(ValueError):
+                self.history.restore(self.folder / METRICS_FILE)
         self._summarize("running")
 
     # ---------------------------------------------------------------- a step
@@ -220,6 +224,7 @@ class Journal:
         self.console.message(f"{_engine(number)} serves again, {seconds:.0f} s after its loss{weights}")
 
     def engine_joined(self, number: int, engines: int, version: int | None) -> None:
+        self._lost_engines.discard(number)
         self._moves["joined"] += 1
         weights = "" if version is None else f" with the weights of version {version}"
         self.console.message(f"{_engine(number)} joins{weights}; {engines} engines now")

@@ -98,6 +98,8 @@ class Recovery:
     def updating(self) -> Iterator[None]:
         """Mark weights as unknown until `step_is_done`. In the block, losses of rollout service and judges are ignored: the update
         completes."""
+        if self._weights_are_known:
+            self._source.wait_for_files()  # later, the service's loss would not generate the batch again
         self._weights_are_known = False
         with WATCHDOG.uninterrupted(), WATCH.overlooking((*SERVICES, *self._source.judge_roles)):
             yield

@@ -117,7 +117,7 @@ class RLVRPipeline:
                 else:
                     self.survive(self.between_steps)
             self.recovery.survive(self, self.export_model)
-            if self.steps_done == self.last_step:  # otherwise a rank was lost, and the run went back to an earlier step
+            if self.steps_done >= self.last_step:  # otherwise a rank was lost, and the run went back to an earlier step
                 return
 
     def survive(self, work: Callable[[], None]) -> None:
@@ -316,14 +316,18 @@ class RLVRPipeline:
         step = self.steps_done if step is None else step
         if not validates(self.config):
             return
-        if self.validation.step == step:  # interrupted by the loss of a rank
-            self.validation.wait(self.version)
+        repeats = self.validation.step == step  # a rank was lost meanwhile
+        if repeats and self.validation.under_way is None:
             return
-        self.validation.finish(self.version)
+        if not repeats:
+            self.validation.finish(self.version)
         with self.source.loaded(Phase.SYNC_WEIGHTS, self.version):
             self.source.sync(self.version)
             with self.source.loaded(Phase.GENERATE, self.version):
-                self.validation.begin(step, self.version)
+                if repeats:
+                    self.validation.wait(self.version)
+                else:
+                    self.validation.begin(step, self.version)
 
     @phase("validation")
     def look_at_validation(self) -> None:
@@ -370,7 +374,7 @@ class RLVRPipeline:
             if self.config.checkpoint.unfinished and not self.recovery.service_is_lost:
                 with suppress(Exception):  # if this fails, their prompts start again
                     state, unfinished = self.source.unfinished(state, seconds / 4)
-            self.source.abandon()
+            self.source.abandon(seconds / 4)
             if step := reached["steps_done"]:
                 self.checkpoints.save(self.models, state, reached, unfinished)
                 self.checkpoints.finish()

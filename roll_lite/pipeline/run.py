@@ -80,7 +80,9 @@ def is_over(folder: Path, steps: int) -> bool:
 
 def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     journal = Journal(config, folder)
-    journal.timers.around = PhaseLimits(config.limits, config.rollout.stream_log_probs).limited
+    journal.timers.around = PhaseLimits(
+        config.limits, config.rollout.stream_log_probs, config.weight_sync.timeout_s, config.algorithm.critic_warmup_steps
+    ).limited
     WATCHDOG.silence_s = config.limits.silence or None
     interruption = Interruption(config.checkpoint.every > 0)
     end = RunEnd(journal, interruption)
@@ -109,10 +111,13 @@ class PhaseLimits:
     """Time limits of phases: as configured or, for REGULAR, `limits.hang_factor` times their longest duration if less. Recovery itself has
     none."""
 
-    def __init__(self, limits: LimitsConfig, streams: bool = False) -> None:
+    def __init__(self, limits: LimitsConfig, streams: bool = False, transfer_s: float = 0.0, warmup_steps: int = 0) -> None:
         """`streams`: log-probs may be computed during generation, so `log_probs` varies. Its limit follows `train`, which has the same
-        tokens and takes longer."""
+        tokens and takes longer. `transfer_s`: timeout of a weight transfer, whose end names the engine at fault.
+        `warmup_steps`: first steps, which train the critic alone."""
         self._limits = limits
+        self._transfer_s = transfer_s
+        self._warmup_steps = warmup_steps
         self._measured = {"log_probs": "train"} if streams else {}
         self._longest: dict[str, float] = {}
         self._failed: dict[str, float] = {}
@@ -129,7 +134,7 @@ class PhaseLimits:
         seconds, setting = getattr(limits, phase, limits.other), None
         if phase in REGULAR and limits.hang_factor and longest is not None:
             longest = max(longest, self._failed.get(phase, 0.0))
-            usual = max(LEAST_HANG_S, limits.hang_factor * longest)
+            usual = max(LEAST_HANG_S, limits.hang_factor * longest) + (self._transfer_s if phase == "sync_weights" else 0.0)
             if not seconds or usual < seconds:
                 seconds, setting = usual, f"limits.hang_factor {limits.hang_factor:g}, longest time so far {longest:.0f} s"
         with WATCHDOG.limit(phase, seconds, setting) as limit:
@@ -139,6 +144,9 @@ class PhaseLimits:
                 self._failed[phase] = WATCHDOG.time() - limit.started
                 raise
         self._failed.pop(phase, None)
+        if phase == "train" and self._warmup_steps > 0:  # later ones, with the actor, take longer
+            self._warmup_steps -= 1
+            return
         self._longest[phase] = max(self._longest.get(phase, 0.0), WATCHDOG.time() - limit.started)
 
 

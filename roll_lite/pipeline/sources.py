@@ -80,6 +80,9 @@ class BatchSource(ABC):
     def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
         """Prepare for new training ranks: engines leave shared devices, and will get all weights."""
 
+    def wait_for_files(self) -> None:  # noqa: B027 (for a source that writes files)
+        """Wait until the samples and dump of the last batch are written."""
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -91,8 +94,8 @@ class BatchSource(ABC):
         (`RolloutWorker.unfinished`). `within_s`: timeout in seconds."""
         return state, b""
 
-    def abandon(self) -> None:  # noqa: B027 (for a source with engines)
-        """Stop everything at once: the run ends and needs the devices to save its state."""
+    def abandon(self, within_s: float) -> None:  # noqa: B027 (for a source with engines)
+        """Stop everything within seconds: the run ends and needs the devices to save its state."""
 
     def close(self) -> None:  # noqa: B027 (for a source with files or engines)
         """Write the last ledger lines, and shut down."""
@@ -192,13 +195,14 @@ class LiveRollouts(BatchSource):
                 with suppress(Exception):  # the batch's failure counts
                     self.end_ledger()
             raise
-        self._batch = None
         if batch is None:
+            self._batch = None
             raise DataExhausted
-        self.journal.ledger.append(batch.ledger)
-        self.journal.pools_worked(batch.work, batch.memory)
         self.restarts.tell_losses()
         self.restarts.settle()
+        self._batch = None  # not earlier: a loss in these waits must not lose the batch
+        self.journal.ledger.append(batch.ledger)
+        self.journal.pools_worked(batch.work, batch.memory)
         return batch
 
     def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
@@ -280,6 +284,9 @@ class LiveRollouts(BatchSource):
         if self.engines.offloads:
             self.engines.start_load(self.engines.parts(Phase.GENERATE)).result()
 
+    def wait_for_files(self) -> None:
+        self.rollouts.one(RolloutWorker.wait_for_files)
+
     def state_dict(self) -> dict[str, Any]:
         return self.rollouts.one(RolloutWorker.state_dict)
 
@@ -290,11 +297,14 @@ class LiveRollouts(BatchSource):
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> tuple[dict[str, Any], bytes]:
         return self.rollouts.start_one(RolloutWorker.unfinished, state).result(within_s)
 
-    def abandon(self) -> None:
+    def abandon(self, within_s: float) -> None:
         self.restarts.end()
         if self.weights is not None:
             self.weights.break_off()
         self.rollouts.shutdown()
+        if self.engines.offloads:  # a killed engine's memory may be freed late
+            with suppress(Exception):
+                self.engines.replicas.start_each(InferWorker.leave_device).result(within_s)
         self.engines.replicas.shutdown()
         for ranks in self.reward_models.values():
             ranks.shutdown()

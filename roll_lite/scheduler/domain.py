@@ -87,6 +87,11 @@ class _Live:
         return self.prompt.row
 
 
+def _age(live: _Live) -> tuple[int, int]:
+    """Sort key, oldest first: a resumed group without saved samples is newer than its number says."""
+    return live.batches_requested, live.number
+
+
 class DomainScheduler:
     """Runs one domain's groups. Calls `changed` when a group ends, `broken` on a fatal error, `left_out` for a lost or filtered group."""
 
@@ -260,15 +265,15 @@ class DomainScheduler:
             return None
         if len(self._finished) < count and (self._running or self.owed):
             return None
-        oldest = next(iter(self._running.values()), None)
-        numbers = sorted(self._finished)
-        if oldest and oldest.batches_requested < minimum_admission_batch and sum(one < oldest.number for one in numbers) < count:
+        oldest = min(self._running.values(), key=_age, default=None)
+        finished = sorted(self._finished.values(), key=_age)
+        if oldest and oldest.batches_requested < minimum_admission_batch and sum(_age(one) < _age(oldest) for one in finished) < count:
             self._waits_for = oldest.number
             return None
         groups = []
-        for number in numbers[:count]:
-            live = self._taken[number] = self._finished.pop(number)
+        for live in finished[:count]:
             assert live.group is not None
+            self._taken[live.number] = self._finished.pop(live.number)
             groups.append(live.group)
             self._enter(live, DELIVERED, None, live.group)
         # Groups of later batches took some of the empty places; their own places need replacements.
@@ -277,8 +282,7 @@ class DomainScheduler:
         return groups
 
     def certain(self, count: int) -> list[SampleGroup]:
-        oldest = sorted(self.live)[:count]
-        return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
+        return [live.group for live in sorted(self._groups, key=_age)[:count] if live.group is not None]
 
     def drop_stale(self, batches_requested: int, max_staleness: int) -> None:
         """End groups and drop saved samples too old for the next batch (counted in `batches_requested`); put the groups' prompts first in

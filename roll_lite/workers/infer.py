@@ -35,6 +35,8 @@ LAST_SECONDS = 2.0
 """Seconds for a dead engine's clean-up before its loss is reported."""
 PULSE_SECONDS = 2.0
 """Seconds between a heartbeat's answer and the next heartbeat."""
+FAILED_SECONDS = 10.0
+"""Seconds after a failed call in which a worker reports its own end."""
 MOST_BLOCKS = 32
 POLL_SECONDS = 10.0
 
@@ -64,14 +66,16 @@ class InferWorker(AsyncWorker):
         self._ready = asyncio.Event()
         self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns, engine=self.rank)
         self._version = 0
+        self._is_first = True
 
     async def preload(self) -> None:
         await self._strategy.preload()
 
-    async def initialize(self, turn: int = 0, turns: int = 1) -> Place:
-        """Start the engine if `turn` equals rank % turns."""
+    async def initialize(self, turn: int = 0, turns: int = 1, is_first: bool = True) -> Place:
+        """Start the engine if `turn` equals rank % turns. `is_first`: False if it replaces an engine or joins the run."""
         if self.rank % turns != turn:
             return await self.place()
+        self._is_first = is_first
         if self._parts is None:
             await self._strategy.initialize()
         else:
@@ -159,10 +163,10 @@ class InferWorker(AsyncWorker):
     async def offload(self, parts: Sequence[EngineMemory]) -> None:
         await self._of_engine(self._strategy.offload(parts))
 
-    async def leave_device(self) -> None:
-        """Offload everything, except after an interrupted weight update, which must be repeated first."""
-        if self._strategy.life.state is not EngineState.HALF_UPDATED:
-            await self.offload(tuple(EngineMemory))
+    async def leave_device(self, parts: Sequence[EngineMemory] = tuple(EngineMemory)) -> None:
+        """Offload, except during a weight update or after an interrupted one, which must be repeated first."""
+        if self._strategy.life.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
+            await self.offload(parts)
 
     async def shutdown(self) -> None:
         if self._watching is not None:
@@ -187,13 +191,14 @@ class InferWorker(AsyncWorker):
     async def _of_engine(self, work: Awaitable[T]) -> T:
         """Await work of the engine. If it fails, give up the engine and raise MemberLost.
 
-        A living engine's TransferError is raised unchanged, as are errors before the first weight update, which all engines would raise.
+        A living engine's TransferError is raised unchanged, as are first engines' errors before their first weight update, which all would
+        raise.
         """
         try:
             return await work
         except Exception as error:  # a process edge: it becomes the cause
             if (await self._strategy.health()).alive:
-                if isinstance(error, TransferError) or self._version == 0:
+                if isinstance(error, TransferError) or (self._is_first and self._version == 0):
                     raise
                 await self.give_up(cause_of(error))
             raise MemberLost(self._strategy.life.failure or str(error)) from error
@@ -236,17 +241,28 @@ class RemoteEngine(BatchedEngine):
         super().__init__(name, frozen_admission)
         self._worker = worker
         self._heartbeat = Heartbeat(self._ask_place, silence_s, PULSE_SECONDS)
+        self._failed = asyncio.Event()
         self._place: Place | None = None
         self._blocks = 1
+
+    def serves(self, worker: Any) -> bool:
+        return bool(self._worker == worker)
 
     async def start(self) -> None:
         await self._worker.until_ready.remote()
 
     async def until_lost(self) -> str:
         try:
-            return await first_of(self._worker.until_death.remote(), self._until_silent())
+            return await first_of(self._worker.until_death.remote(), self._until_silent(), self._until_failed())
         except RayError as error:
             return cause_of(error)
+
+    async def _until_failed(self) -> str:
+        """Wait for a failed call; return its error unless the worker's own report comes first."""
+        await self._failed.wait()
+        await asyncio.sleep(FAILED_SECONDS)
+        assert self._dead is not None
+        return self._dead
 
     async def _until_silent(self) -> str:
         """Wait for an unanswered heartbeat; return the cause of loss. Living workers answer even during long prefills."""
@@ -265,6 +281,7 @@ class RemoteEngine(BatchedEngine):
         if self._dead is None:
             self._heartbeat.listen(PULSE_SECONDS)
         super().fail(cause)
+        self._failed.set()
 
     def kill(self) -> None:
         """Kill the worker, even if stopped by SIGSTOP: resumed later, it would serve old weights."""

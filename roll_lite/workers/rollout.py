@@ -143,6 +143,7 @@ class RolloutWorker(AsyncWorker):
         self._left = set[str]()
         self._writing: asyncio.Task[None] | None = None
         self._one_writes = asyncio.Lock()
+        self._has_engines = asyncio.Event()
 
     async def prepare(self, reward_models: Mapping[str, Sequence[Any]], judges: Mapping[str, JudgeAddress]) -> None:
         """Read the data; start and test reward workers. `reward_models`: RewardModelWorker actors by model."""
@@ -195,6 +196,7 @@ class RolloutWorker(AsyncWorker):
             batches=config.steps,
             keep_left_out=self._spec.dumps is not None,
         )
+        self._has_engines.set()
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
         """Test each domain with a canned response to up to three prompts: errors in scoring and episodes end the run early."""
@@ -316,6 +318,8 @@ class RolloutWorker(AsyncWorker):
     async def engine_restarted(self, number: int, engine: Any) -> None:
         """Let a lost engine's replacement serve. `engine`: its InferWorker actor, with the current weights."""
         seat, client = self._engines.members[number], self._client(number, engine)
+        if self._engines.state(seat) is MemberState.SERVING and seat.engine.serves(engine):
+            return  # a loss elsewhere interrupted the first call's wait
         await self._engines.until(seat, MemberState.LOST, MemberState.STARTING)  # the driver may have noticed the loss first
         # The fleet reports only engines that have served.
         seat.engine.fail("it was lost before it served")
@@ -326,6 +330,7 @@ class RolloutWorker(AsyncWorker):
 
     async def engine_leaves(self, number: int) -> None:
         """Move an engine's requests to others, since its node will leave; return once it has none."""
+        await self._has_engines.wait()
         name = self._engines.members[number].name
         await self._router.drain(name, interrupt=True)
         self._left.add(name)
@@ -343,8 +348,7 @@ class RolloutWorker(AsyncWorker):
         await self._reward_models_rest()
         columns = reported_columns(result.groups, self._config.domains)
         await self._write(self._samples_file("validation", step, result.groups, columns))
-        if self._writing is not None:
-            await self._writing  # trackers read the file next
+        await self.wait_for_files()  # trackers read the file next
         temperatures = {name: one.temperature for name, one in sampling.items()}
         return held_out_rows(accepted(result.groups), temperatures, columns), result.stats
 
@@ -366,9 +370,12 @@ class RolloutWorker(AsyncWorker):
                 file()
 
         async with self._one_writes:  # a batch and a validation may write at the same time
-            if self._writing is not None:
-                await self._writing
+            await self.wait_for_files()
             self._writing = asyncio.create_task(asyncio.to_thread(write))
+
+    async def wait_for_files(self) -> None:
+        if self._writing is not None:
+            await self._writing
 
     async def hold(self) -> None:
         await self._service.hold()
@@ -410,8 +417,7 @@ class RolloutWorker(AsyncWorker):
         self._service.close()
         for part in (*self._pools.values(), *self._environments.values(), *self._reward_models.values()):
             part.close()
-        if self._writing is not None:
-            await self._writing
+        await self.wait_for_files()
 
 
 def first_prompts(domain: Domain) -> list[Prompt]:

@@ -344,7 +344,11 @@ def test_an_accepted_difference_is_not_told_again_at_its_version() -> None:
     one = agreement()
     with pytest.raises(EnginesDiffer):
         current(one, 0, 0.5)
+    state = one.state_dict()
     one.accept(0)
     current(one, 0, 0.5)
+    one.load_state_dict(state)
+    one.accept(0)
+    assert not one.state_dict()["is_first"], "a replay compares only its first batch"
     with pytest.raises(EnginesDiffer):
         current(one, 1, 0.5)

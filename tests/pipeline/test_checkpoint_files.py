@@ -64,6 +64,23 @@ def test_auto_is_the_newest_good_checkpoint_of_the_experiment(tmp_path: Path, mo
     assert settled(config_of(tmp_path))[0].checkpoint.source == older, "of the run before"
 
 
+@pytest.mark.parametrize(("resume", "steps", "refused"), [("named", 3, True), ("named", 4, False), ("auto", 3, False)])
+def test_a_named_checkpoint_beyond_the_last_step_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str, steps: int, refused: bool
+) -> None:
+    """With auto, the run is over."""
+    monkeypatch.chdir(ROOT)
+    later = checkpoint(tmp_path / "demo" / "2026-01-01_00-00-00", 4)
+    state = json.loads((later / "state.json").read_text())
+    (later / "state.json").write_text(json.dumps({**state, "rollouts": {}}))
+    write_list(later, {name: record(later / name) for name in ("actor_train/weights", "state.json")})
+    config = config_of(tmp_path).model_copy(update={"steps": steps})
+    if resume == "named":
+        config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": later})})
+    said = [problem.message for problem in check_resumption(config)]
+    assert any(f"was written after step 4, and steps is {steps}; raise steps, or name an earlier one" in one for one in said) is refused
+
+
 def test_auto_does_not_start_afresh_beside_a_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config, damaged = config_of(tmp_path), checkpoint(tmp_path / "demo" / "2026-01-01_00-00-00", 2)

@@ -112,6 +112,28 @@ def test_the_newest_are_kept_by_number_not_by_name(config: RunConfig, tmp_path: 
     assert resumption(tmp_path).checkpoint.name == "step_1000000"
 
 
+def test_an_old_one_that_another_process_uses_does_not_end_the_run(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def discard(folder: Path) -> None:
+        raise OSError(39, "Directory not empty", str(folder))
+
+    monkeypatch.setattr("roll_lite.pipeline.checkpoint.discard", discard)
+    checkpoints = Checkpoints(config, tmp_path)
+    for step in (1, 2, 3):
+        checkpoints.save(parts("actor_train"), ROLLOUTS, {"steps_done": step})
+    assert checkpoints.newest_step == 3
+    assert "an old checkpoint could not be removed wholly: [Errno 39] Directory not empty" in caplog.text
+
+
+def test_a_renamed_checkpoint_knows_its_step(config: RunConfig, tmp_path: Path) -> None:
+    Checkpoints(config, tmp_path / "first").save(parts("actor_train"), ROLLOUTS, {"steps_done": 7})
+    best = (tmp_path / "first/checkpoints/step_000007").rename(tmp_path / "best")
+    checkpoints = Checkpoints(resuming(config, best), tmp_path / "second")
+    checkpoints.load(parts("actor_train"), SOURCE)
+    assert checkpoints.newest_step == 7
+
+
 @pytest.mark.parametrize(("free", "steps", "told"), [(1, 100, True), (10**9, 100, False), (1, 1, False)])
 def test_a_disk_without_room_for_the_next_one_is_told_in_time(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int, steps: int, told: bool

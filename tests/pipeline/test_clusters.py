@@ -29,6 +29,9 @@ class Answer:
     def result(self) -> str:
         return self.name
 
+    def settle(self) -> None:
+        self.log.append(f"{self.name} settled")
+
 
 @dataclass(eq=False)
 class Role:
@@ -47,6 +50,8 @@ class Role:
             raise ClusterDead(self.name, "killed")
         self.log.append(f"{self.name} out")
         return Answer(f"{self.name} out", self.log)
+
+    start_abandoning = start_offload
 
     def turn(self, error: BaseException | None = None) -> DeviceTurn[Any]:
         def start() -> Answer:
@@ -210,21 +215,34 @@ def test_who_comes_in_beside_another_leaves_where_the_block_fails(house: House) 
     engines, actor = house.role("engines", 0), house.role("actor", 0)
     with pytest.raises(ValueError, match="boom"), loaded(engines, ("weights",), [(actor, ("weights",))]):  # type: ignore[arg-type]
         raise ValueError("boom")
-    assert house.log == ["engines in", "actor in", "engines out", "actor out"]
+    assert house.log == ["engines in", "actor in", "engines out", "engines out settled", "actor out", "actor out settled"]
+
+
+def test_engines_of_a_block_that_fails_may_stay_for_a_weight_update(house: House) -> None:
+    class Replicas:
+        def start_each(self, method: Any, parts: Sequence[Any]) -> Answer:
+            house.log.append(f"engines {method.__name__} {' '.join(parts)}")
+            return Answer("engines", house.log)
+
+    engines = Engines(Replicas(), SimpleNamespace(offload=True))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="boom"), engines.loaded(Phase.SYNC_WEIGHTS):
+        raise ValueError("boom")
+    assert house.log == ["engines load weights", "engines leave_device weights", "engines settled"]
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), KeyboardInterrupt()])
 def test_a_block_that_fails_gives_back_what_it_took(house: House, error: BaseException) -> None:
     with pytest.raises(type(error)), loaded(house.role("engine", 0), ("weights",)):  # type: ignore[arg-type]
         raise error
-    assert house.log == ["engine in", "engine out"]
+    assert house.log == ["engine in", "engine out", "engine out settled"]
 
 
 def test_turns_that_fail_give_back_what_they_took_and_what_is_dead_hides_nothing(house: House) -> None:
     roles = [house.role("reference", 0, dead=True), house.role("critic", 1), house.role("actor", 0)]
     with pytest.raises(ValueError, match="boom"):
         take_turns([roles[0].turn(), roles[1].turn(ValueError("boom")), roles[2].turn()], ("weights",))
-    assert house.log == ["reference in", "critic in", "reference works", "critic works", "critic out"]
+    left = ["reference settled", "critic in settled", "critic out", "critic out settled"]
+    assert house.log == ["reference in", "critic in", "reference works", "critic works", *left]
 
 
 def test_files_of_ranks_on_other_nodes_come_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -50,11 +50,11 @@ class FailsToReturn(ScriptedWorker):
         super().__init__(spec)
         self._mark = spec.model.path / "started"
 
-    async def initialize(self, turn: int = 0, turns: int = 1) -> None:
+    async def initialize(self, turn: int = 0, turns: int = 1, is_first: bool = True) -> None:
         if self._mark.exists():
             raise RuntimeError("no memory is free")
         self._mark.touch()
-        await super().initialize(turn, turns)
+        await super().initialize(turn, turns, is_first)
 
 
 class SlowToAnswer(ScriptedWorker):
@@ -250,6 +250,27 @@ def test_a_start_that_hangs_fails_once_its_process_has_had_the_time(monkeypatch:
     assert restarts._failure(0, start) == "it did not start within 60 s (limits.start)"
     ready.append("initialize")
     assert restarts._failure(0, start) is None and start.place == place
+
+
+def test_engines_of_one_gpu_start_again_one_after_the_other() -> None:
+    started, initialized = list[int](), list[tuple[int, int, bool]]()
+    replicas: Any = SimpleNamespace(group=SimpleNamespace(initial_ranks=4), world_size=4)
+    restarts = EngineRestarts(Engines(replicas, InferRoleConfig(), turns=2), None, 3, None, None)  # type: ignore[arg-type]
+
+    def restart(engine: int) -> Any:
+        started.append(engine)
+        initialize = SimpleNamespace(remote=lambda *given: initialized.append(given))
+        return SimpleNamespace(until_placed=SimpleNamespace(remote=lambda: None), initialize=initialize)
+
+    restarts._group = SimpleNamespace(lost=dict.fromkeys([0, 1, 3], "died"), replaceable=set(range(4)), restart=restart)  # type: ignore[assignment]
+    restarts._failure = lambda engine, start: None  # type: ignore[method-assign]
+    restarts.tend()
+    assert started == [0, 3], "0 and 1 share a GPU, each measures what is free of it"
+    restarts.tend()
+    assert started == [0, 3]
+    restarts._starts[0].place = Place("there", 7)
+    restarts.tend()
+    assert started == [0, 3, 1] and initialized == [(0, 2, False), (1, 2, False), (1, 2, False)]
 
 
 @pytest.mark.parametrize("is_dead", [True, False])

@@ -26,6 +26,7 @@ from roll_lite.distributed.place import Place
 from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.observability.timers import Span
 from roll_lite.observability.trackers import TrackedRun
+from roll_lite.pipeline import journal as module
 from roll_lite.pipeline.journal import SOLVED, Journal
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.scheduler.stats import DomainStats, Recorder, RolloutStats
@@ -415,6 +416,30 @@ def test_the_folder_shows_how_far_the_run_is(journal: Journal, tmp_path: Path) -
     journal.close("failed: something")
     assert shown() == ("failed: something", 1)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_engine_that_joined_is_told_when_it_is_lost_again(journal: Journal, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        journal.engines_lost({2: "its process died"}, 3)
+        journal.engine_joined(2, 3, 7)
+    assert capsys.readouterr().out.count("actor_infer[2] is lost: its process died; 2 of 3 engines are left") == 2
+
+
+def test_a_run_that_ends_before_it_has_resumed_keeps_its_steps_in_the_summary(
+    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1, 4):
+        with journal.step(number):
+            journal._note(number, {"validation/accuracy": 0.5})
+    checkpoint = tmp_path / "checkpoints/step_000002"
+    settings = journal._config.checkpoint.model_copy(update={"resume": checkpoint})
+    monkeypatch.setattr(module, "resumption", lambda folder: SimpleNamespace(checkpoint=folder))
+    monkeypatch.setattr(module, "continues_in_folder", lambda *_: True)
+    again = Journal(journal._config.model_copy(update={"checkpoint": settings}), tmp_path)
+    again.connect()
+    again.close("failed: out of memory")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["steps"], summary["accuracy"]["overall"]["after"], summary["exit"]) == (2, 0.5, "failed: out of memory")
 
 
 @pytest.mark.parametrize("trackers", ["[{name: jsonl}]", "[]"])

@@ -60,6 +60,7 @@ class Pipeline:
         self.lost_judges: list[str] = []
         source = SimpleNamespace(
             end_transfer=lambda: self.phases.append("end of the transfer"),
+            wait_for_files=lambda: None,
             trainer_lost=story.tells("trainer lost"),
             state_dict=lambda: {"batches": 0},
             restart=lambda state: story.append(f"service after {state['batches']}"),
@@ -554,6 +555,24 @@ def test_the_journal_voids_the_update_lines_of_the_step_in_progress(tmp_path: Pa
     assert "its log ends with" in (tmp_path / "failure.txt").read_text()
 
 
+def test_a_service_that_is_lost_before_the_files_of_its_batch_are_written_generates_it_again() -> None:
+    pipeline, waits = Pipeline(), list[str]()
+
+    def wait_for_files() -> None:
+        waits.append("files")
+        if len(waits) == 1:
+            raise lost("rollouts")
+
+    pipeline.recovery._source.wait_for_files = wait_for_files  # type: ignore[method-assign]
+    story = pipeline.run(1)
+    assert [line for line in story if line.startswith(("generate", "service", "train"))] == [
+        "generate 1",
+        "service after 0",
+        "generate 1",
+        "train 1",
+    ]
+
+
 @pytest.mark.parametrize(("factor", "expected"), [(10.0, 700.0), (0.0, 3600.0)])
 def test_a_phase_that_lasts_much_longer_than_ever_counts_as_hung(monkeypatch: pytest.MonkeyPatch, factor: float, expected: float) -> None:
     now = 1000.0
@@ -600,6 +619,16 @@ def test_forward_passes_of_which_only_the_rest_was_timed_are_no_hang(monkeypatch
     assert clock.limit("log_probs", 2.0) == 7200.0
     clock.limit("train", 100.0)
     assert clock.limit("log_probs", 2.0) == 1000.0, "all of a batch that was complete at once takes no longer than its training"
+
+
+def test_a_transfer_ends_a_hang_by_its_own_timeout_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, PhaseLimits(LimitsConfig(), transfer_s=120.0))
+    assert [clock.limit("sync_weights", 50.0) for _ in range(2)] == [3600.0, 620.0]
+
+
+def test_steps_that_train_the_critic_alone_say_nothing_about_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, PhaseLimits(LimitsConfig(train=3600.0), warmup_steps=2))
+    assert [clock.limit("train", lasts) for lasts in (10.0, 10.0, 100.0, 100.0)] == [3600.0, 3600.0, 3600.0, 1000.0]
 
 
 def test_a_phase_that_was_slow_gets_more_time_when_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

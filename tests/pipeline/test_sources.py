@@ -67,6 +67,30 @@ def test_rewards_are_told_the_new_address_of_a_judge_that_comes_back_on_another_
     assert source._addresses["main"] == [new]
 
 
+def test_a_batch_that_is_complete_outlives_a_loss_while_the_driver_waits_for_engines() -> None:
+    batch = SimpleNamespace(ledger=["a line"], work=[], memory=[])
+    asked, written, settled = list[str](), list[str](), [ACTOR]
+
+    def settle() -> None:
+        if settled:
+            raise settled.pop()
+
+    def start_one(method: Any, *_: Any) -> Any:
+        asked.append(method.__name__)
+        return SimpleNamespace(result=lambda poll: batch, done=True)
+
+    restarts = SimpleNamespace(tell_losses=lambda: None, settle=settle)
+    engines, service = SimpleNamespace(offloads=True, replicas=SimpleNamespace(name="actor_infer")), SimpleNamespace(name="rollouts")
+    service.start_one = start_one
+    ledger = SimpleNamespace(append=written.extend)
+    journal = SimpleNamespace(console=SimpleNamespace(watching=nullcontext), ledger=ledger, pools_worked=lambda *_: None)
+    source = LiveRollouts(engines, restarts, service, {}, {}, {}, 1, journal)  # type: ignore[arg-type]
+    with pytest.raises(RankFailed):
+        source.next_batch(1, lambda _: None)
+    assert source.next_batch(1, lambda _: None) is batch  # type: ignore[comparison-overlap]
+    assert asked == ["next_batch"] and written == ["a line"]
+
+
 def test_a_single_loss_on_shared_devices_waits_for_the_batch() -> None:
     with pytest.raises(RankFailed) as caught:
         complete(ACTOR, "batch")

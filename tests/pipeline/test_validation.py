@@ -77,12 +77,17 @@ class Source:
         self.version = 0
         self.story: list[str] = []
         self.started: list[Pending] = []
+        self.loads: list[str] = []
 
-    def loaded(self, *_: Any) -> Any:
+    def loaded(self, phase: Any, version: int) -> Any:
+        self.loads.append(phase)
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+    def wait_for_files(self) -> None:
+        pass
 
     def sync(self, version: int) -> None:
         if version != self.version:
@@ -217,6 +222,21 @@ def test_a_resumed_run_begins_with_one_whatever_was_under_way_when_it_broke_off(
     assert told(tmp_path) == [(3, 3, 3), (4, 4, 4)]
 
 
+def test_a_run_that_resumed_beyond_its_last_step_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, exported = Source(looks=0), list[int]()
+    pipeline = pipeline_of(tmp_path, source, monkeypatch)
+    state = {"steps_done": 6, "version": 6, **{name: part.state_dict() for name, part in pipeline.remembering.items()}}
+    monkeypatch.setattr(pipeline.checkpoints, "load", lambda *_: state)
+
+    def export() -> None:
+        assert exported == []
+        exported.append(pipeline.steps_done)
+
+    monkeypatch.setattr(pipeline, "export_model", export)
+    pipeline.run()
+    assert exported == [6]
+
+
 @pytest.mark.parametrize(("pending", "story"), [(2, ["weights 3", "begin 2", "step 4", "end 2"]), (None, ["weights 3", "step 4"])])
 def test_one_that_was_under_way_at_the_checkpoint_begins_again(
     tmp_path: Path,
@@ -253,6 +273,9 @@ def test_one_of_an_earlier_step_that_a_loss_interrupts_runs_once(tmp_path: Path,
     if lost == "service":
         assert pipeline.validation.forget() == 2
         pipeline.validate(2)  # by the recovery
+    loads = len(source.loads)
+    pipeline.validate(2)
+    assert source.loads[loads:] == ([] if lost == "service" else ["sync_weights", "generate"]), "the recovery left the engines offloaded"
     pipeline.validate(2)
     assert source.story == ["begin 2", *(["begin 2"] if lost == "service" else []), "end 2"]
     assert [step for step, *_ in told(tmp_path)] == [2]
@@ -304,7 +327,7 @@ def test_a_preempted_run_saves_its_last_step_with_what_is_under_way_now(
             raise TimeoutError
         return {**state, "groups": "new"}, b"samples"
 
-    for name, call in {"unfinished": unfinished, "abandon": lambda: None}.items():
+    for name, call in {"unfinished": unfinished, "abandon": lambda within_s: None}.items():
         monkeypatch.setattr(source, name, call, raising=False)
     for name, call in {"save": lambda *given: saved.append(given[1:]), "upload_last": lambda _: None}.items():
         monkeypatch.setattr(pipeline.checkpoints, name, call, raising=False)

@@ -74,11 +74,11 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
         module,
         "gather",
         lambda *pending, poll: [
-            {0: Transferred(seconds={"load": 2.0})},
             [
                 Transferred(seconds={"gather": 1.0}, nbytes={"gloo": 2**20}, by_transport={"gloo": 0.5}),
                 Transferred(seconds={"gather": 0.5}, nbytes={"gloo": 2**21, "nccl": 2**20}, by_transport={"gloo": 0.25, "nccl": 0.25}),
             ],
+            {0: Transferred(seconds={"load": 2.0})},
         ],
     )
     monkeypatch.setattr(module, "rendezvous_client", lambda host, port: f"{host}:{port}")
@@ -212,11 +212,11 @@ def test_an_update_that_breaks_off_although_nobody_is_lost_is_a_failure(sync: An
     made = sync("1")
     monkeypatch.setattr(module, "interrupt", lambda *_: None)
 
-    def gathered(engines: Any, trainers: Any, poll: Any) -> list[Any]:
+    def gathered(trainers: Any, engines: Any, poll: Any) -> list[Any]:
         engines.calls[0].value = Transferred("trainer rank 0 did not come")
         trainers.calls[0].value = Transferred()
         poll()
-        return [{0: engines.calls[0].value}, [trainers.calls[0].value]]
+        return [[trainers.calls[0].value], {0: engines.calls[0].value}]
 
     monkeypatch.setattr(module, "gather", gathered)
     with pytest.raises(RuntimeError, match=r"^connect_weights failed: actor_infer\[0\]: trainer rank 0 did not come$"):
@@ -233,7 +233,7 @@ def test_a_transfer_that_another_roles_loss_left_in_flight_is_ended(
     made.sync.push(3)
     connects = made.engines.calls.count("connect_weights")
 
-    def gathered(engines: Any, trainers: Any, poll: Any) -> list[Any]:
+    def gathered(trainers: Any, engines: Any, poll: Any) -> list[Any]:
         for calls, end in ((engines, None), (trainers, None if trainers_live else "dead")):
             calls.done, calls.group, calls.phase = False, SimpleNamespace(end=end), "update_weights"
         silent = SimpleNamespace(done=False, rank=0)
@@ -283,7 +283,7 @@ def test_whoever_waits_for_one_that_broke_off_is_told_at_once_and_does_not_count
     made.actor.left = [0, 1]
     monkeypatch.setattr(module, "interrupt", lambda rendezvous, epoch: told.append(epoch))
 
-    def gathered(engines: Any, trainers: Any, poll: Any) -> list[Any]:
+    def gathered(trainers: Any, engines: Any, poll: Any) -> list[Any]:
         first, *later = reversed(engines.calls + trainers.calls) if trainer_first else engines.calls + trainers.calls
         poll()
         assert told == []
@@ -294,7 +294,7 @@ def test_whoever_waits_for_one_that_broke_off_is_told_at_once_and_does_not_count
             call.value = Transferred.broke_off(StaleEpoch("connect again"))
         later[1].value = Transferred.broke_off(TransferError("the connection broke"))
         poll()
-        return [{call.rank: call.value for call in engines.calls}, [call.value for call in trainers.calls]]
+        return [[call.value for call in trainers.calls], {call.rank: call.value for call in engines.calls}]
 
     monkeypatch.setattr(module, "gather", gathered)
     cause = r"actor_train rank 1: no memory; actor_infer\[1\]" if trainer_first else r"actor_infer\[0\]: no memory; actor_train rank 0"
@@ -310,15 +310,15 @@ def test_an_engine_that_is_lost_in_an_update_is_left_out_and_the_update_repeated
     engines.left = [0, 1]
     monkeypatch.setattr(module, "interrupt", lambda rendezvous, epoch: told.append(epoch))
 
-    def gathered(engines_calls: Any, trainers: Any, poll: Any) -> list[Any]:
+    def gathered(trainers: Any, engines_calls: Any, poll: Any) -> list[Any]:
         poll()
         if engines.calls[-1] == "update_weights" and engines.left == [0, 1]:
             engines.left, engines.lost = [0], {1: "its process died"}
             engines_calls.calls[1].lost = True
             poll()
             poll()
-            return [{}, [Transferred("the connection broke")]]
-        return [{call.rank: Transferred() for call in engines_calls.calls}, [Transferred()]]
+            return [[Transferred("the connection broke")], {}]
+        return [[Transferred()], {call.rank: Transferred() for call in engines_calls.calls}]
 
     monkeypatch.setattr(module, "gather", gathered)
     assert made.sync.push(3).version == 3
@@ -342,13 +342,13 @@ def test_the_loss_of_an_engine_that_has_answered_is_no_failure_of_one_that_read_
 
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(len(looks)), sleep=lose))
 
-    def gathered(engines_calls: Any, trainers: Any, poll: Any) -> list[Any]:
+    def gathered(trainers: Any, engines_calls: Any, poll: Any) -> list[Any]:
         for call in [*engines_calls.calls, *trainers.calls]:
             call.value = Transferred()
         if engines.calls.count("update_weights") == 1 and not engines.lost:
             engines_calls.calls[1].value = Transferred("cannot open the memory of engine 0")
         poll()
-        return [{call.rank: call.value for call in engines_calls.calls}, [call.value for call in trainers.calls]]
+        return [[call.value for call in trainers.calls], {call.rank: call.value for call in engines_calls.calls}]
 
     monkeypatch.setattr(module, "gather", gathered)
     assert made.sync.push(3).version == 3

@@ -13,7 +13,9 @@ from support_scripted import ScriptedWorker, scripted_spec
 
 from roll_lite.config.schema.models import InferRoleConfig
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
+from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.placement import anywhere
+from roll_lite.distributed.strategy.inference.life import EngineState
 from roll_lite.observability.device_memory import PeaksByPhase
 from roll_lite.pipeline.clusters import Engines, Models
 from roll_lite.workers.infer import InferWorker
@@ -35,6 +37,35 @@ def test_each_device_has_one_engine_that_starts(ray_local: object, tmp_path: Pat
         assert Models(None, engines=engines).take_work() == {"actor_infer": [{}, {}, {}, {}]}, "there is no GPU"
     finally:
         engines.replicas.shutdown()
+
+
+@pytest.mark.parametrize(("state", "leaves"), [("serving", True), ("updating", False), ("half updated", False)])
+async def test_an_engine_stays_on_its_device_in_a_weight_update(state: str, leaves: bool) -> None:
+    worker, moved = InferWorker.__new__(InferWorker), list[Any]()
+
+    async def offload(parts: Any) -> None:
+        moved.append(parts)
+
+    worker._strategy = cast(Any, SimpleNamespace(life=SimpleNamespace(state=EngineState(state)), offload=offload))
+    await worker.leave_device(("weights",))  # type: ignore[arg-type]
+    assert moved == ([("weights",)] if leaves else [])
+
+
+@pytest.mark.parametrize(("is_first", "version"), [(True, 0), (True, 1), (False, 0)])
+async def test_what_an_engine_raises_before_its_first_weights_ends_the_run_only_if_all_would_raise_it(is_first: bool, version: int) -> None:
+    worker, given_up = InferWorker.__new__(InferWorker), list[str]()
+    worker._is_first, worker._version = is_first, version
+
+    async def health() -> Any:
+        return SimpleNamespace(alive=True)
+
+    async def load(parts: Any) -> None:
+        raise ValueError("no such device")
+
+    worker._strategy = cast(Any, SimpleNamespace(health=health, load=load, fail=given_up.append, life=SimpleNamespace(failure=None)))
+    with pytest.raises(ValueError if is_first and version == 0 else MemberLost, match="no such device"):
+        await worker.load(())
+    assert given_up == ([] if is_first and version == 0 else ["ValueError: no such device"])
 
 
 class Told:

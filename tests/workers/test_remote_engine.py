@@ -97,6 +97,22 @@ def test_an_engine_whose_process_is_gone_says_so() -> None:
     assert run_virtual(main()).startswith("its process died: ")
 
 
+@pytest.mark.parametrize(("says_itself", "cause", "after_s"), [(True, "out of memory", 3.0), (False, "ObjectStoreFullError", 12.0)])
+def test_an_engine_whose_calls_fail_is_lost_though_its_process_lives(says_itself: bool, cause: str, after_s: float) -> None:
+    async def main() -> tuple[str, float]:
+        loop = asyncio.get_running_loop()
+        actor = worker(lambda asked: 0.0)
+        death: asyncio.Future[str] = loop.create_future()
+        actor.until_death.remote = lambda: death
+        engine = RemoteEngine("e", actor, silence_s=7.0)
+        loop.call_later(2.0, engine.fail, "ObjectStoreFullError")
+        if says_itself:
+            loop.call_later(3.0, death.set_result, "out of memory")
+        return await engine.until_lost(), loop.time()
+
+    assert run_virtual(main()) == (cause, pytest.approx(after_s))
+
+
 class Engine:
     """Engine that is lost a second after it was handed over, or never."""
 

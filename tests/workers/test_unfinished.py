@@ -53,7 +53,9 @@ def script(request: GenerationRequest) -> Response:
     return Response(SHORT if index == "0" else FIRST_BATCH_S if group in "01" else LONG, 1.0)
 
 
-def make(reward_s: float = 0.0, supply: Supply = ASYNCHRONOUS, **how: Any) -> tuple[RolloutService, ScriptedEngine, TimedReward]:
+def make(
+    reward_s: float = 0.0, supply: Supply = ASYNCHRONOUS, script: Callable[[GenerationRequest], Response] = script, **how: Any
+) -> tuple[RolloutService, ScriptedEngine, TimedReward]:
     rewards = TimedReward(reward_s)
     service, _, engines = make_service([make_domain("a", samples=2, rewards=rewards)], [script], supply=supply, batches=9, **how)
     return service, engines[0], rewards
@@ -146,6 +148,23 @@ def test_responses_continue_from_their_tokens() -> None:
     of_batch = [request for request in asked if request.resumed_tokens]
     assert [request.resumed_tokens for request in of_batch] == [long.response.length, saved[3][1].response.length]  # type: ignore[union-attr]
     assert scored == 2 + 2, "only the continued samples, and the first of the groups that started meanwhile, were scored"
+
+
+def test_a_group_that_continues_does_not_wait_behind_one_that_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups 2 and 3 were admitted for one batch; the tokens of 2 are lost, so it counts from its new admission. Later ones are short."""
+    state, saved = stopped_after(10.0)
+    del saved[2]
+    continued = record(saved[3][1]).ids.tolist()
+
+    def then(request: GenerationRequest) -> Response:
+        group = int(request.request_id.split("/")[3])
+        return script(request) if group < 6 else Response(SHORT, 1.0)
+
+    whole = make
+    monkeypatch.setattr(f"{__name__}.make", lambda: whole(script=then))
+    result, _, _ = resumed(state, saved)
+    rows = [group.samples[1].transcript.tokens for group in result.groups]
+    assert continued in [TokenRecord.read(row.block, row.row).ids[: len(continued)].tolist() for row in rows if row is not None]
 
 
 def test_a_sample_that_waits_for_its_score_is_not_generated_again() -> None:

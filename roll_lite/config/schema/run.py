@@ -206,7 +206,8 @@ class LimitsConfig(Section):
     """Other calls, such as loading a role or resuming."""
     hang_factor: NonNegativeFloat = 10.0
     """sync_weights, log_probs, advantages and train also count as hung after this many times their longest duration so far, but never
-    before 300 s. A repeated phase gets this many times the duration of its failed try. 0: off."""
+    before 300 s (sync_weights: weight_sync.timeout_s later). A repeated phase gets this many times the duration of its failed try. 0:
+    off."""
     silence: TimeLimit = 300.0
     """Time in which every process must answer, even if busy; else it counts as hung (stopped, or never releases the GIL)."""
     engine_silence: TimeLimit = 7.0
