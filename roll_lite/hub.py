@@ -52,7 +52,7 @@ class HubPath(PosixPath):
 
 
 def _address(path: Path) -> tuple[_Repository, str, str] | None:
-    """(repository, commit, what follows it); None for other paths."""
+    """(repository, commit, what follows it), or None."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
     return found and (_Repository("model" if found[1] == "model" else "dataset", f"{found[2]}/{found[3]}"), found[4], found[5] or "")
 

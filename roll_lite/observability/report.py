@@ -37,8 +37,7 @@ def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> 
 
 
 def accuracy_change(change: Measures, domains: Iterable[str]) -> BeforeAfter:
-    """Accuracy of all samples and of each domain, in place of metrics."""
-    unknown = {"before": None, "after": None}
+    unknown: dict[str, float | None] = {"before": None, "after": None}
     return {where: change.get(where, {}).get("accuracy", unknown) for where in (OVERALL, *domains)}
 
 
