@@ -58,7 +58,7 @@ from roll_lite.distributed.strategy.megatron.traced import trace
 from roll_lite.files import CONFIGS
 from roll_lite.models.hf_config import read_config
 from roll_lite.planning.architecture import Architecture, find, of_config
-from roll_lite.planning.memory import cached_tokens, engine_memory, rows
+from roll_lite.planning.memory import cached_tokens, rows
 from roll_lite.planning.time import DEVICES, Device, engine_rates, step_time
 from roll_lite.simulator.engine import EngineLimits, EngineRates
 from roll_lite.simulator.scenario import Scenario, TrainerModel
@@ -325,7 +325,7 @@ def scenario_of_nemo(row: Nemo, place: int, model: Architecture) -> Scenario:
         **({f"{role}.offload": False for role in ("actor_train", "actor_infer", "reference")} if place else {}),
     }
     config = load_config("qwen2.5_7b_grpo", CONFIGS, [f"{key}={json.dumps(value)}" for key, value in settings.items()], files=False)
-    cached = cached_tokens(config, model, engine_memory(config, model, DEVICES["H100"].memory_gib * 2**30))
+    cached = cached_tokens(config, model, DEVICES["H100"].bytes)
     return step_time(config, model, DEVICES["H100"], cached).scenario
 
 

@@ -357,8 +357,6 @@ def _parser() -> argparse.ArgumentParser:
         ("plan", "memory of every role and phase, seconds of a step and its bottleneck, on devices that need not be there; nothing trains"),
     ):
         command = _command(commands, name, help_text)
-        if name == "launch":
-            _own_options(command, name)
         default = "evaluate" if name == "evaluate" else None
         help_text = f"a YAML file of yours, name or path, or a shipped one's name{f' (default: {default})' if default else ''}"
         command.add_argument("--config-name", "--config_name", "-cn", required=default is None, default=default, help=help_text)
@@ -373,8 +371,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name not in ("reward", "submit", "launch"):
             command.add_argument("--cfg", choices=("job",), help="only print the configuration as it would be run")
-        if name != "launch":
-            _own_options(command, name)
+        _own_options(command, name)
         help_text = "key=value, +key=value, ~key; values are YAML"
         if name == "evaluate":
             text = "held-out prompts: a preset (roll-lite data list), a file, or hf://owner/name?split=...; may be given several times"

@@ -47,14 +47,19 @@ class HubPath(PosixPath):
     nodes have their own caches."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        found = _CACHED.search(str(self))
-        return (_arrived, found.groups()) if found else (PosixPath, self.parts)
+        address = _address(self)
+        return (_arrived, address) if address else (PosixPath, self.parts)
 
 
-def _arrived(kind: Kind, owner: str, name: str, commit: str, rest: str | None) -> HubPath:
-    snapshot = _Repository(kind, f"{owner}/{name}").snapshot(commit)
-    path = HubPath(snapshot / rest if rest else snapshot)
-    if kind == "model" and not snapshot.is_dir():  # a node that joined the run
+def _address(path: Path) -> tuple[_Repository, str, str] | None:
+    """(repository, commit, what follows it), or None."""
+    found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
+    return found and (_Repository("model" if found[1] == "model" else "dataset", f"{found[2]}/{found[3]}"), found[4], found[5] or "")
+
+
+def _arrived(repository: _Repository, commit: str, rest: str) -> HubPath:
+    path = repository.path(commit, rest)
+    if repository.kind == "model" and not repository.snapshot(commit).is_dir():  # a node that joined the run
         fetch(path)
     return path
 
@@ -96,8 +101,7 @@ def _located(text: str, kind: Kind) -> HubPath:
     rest = f"{part}?split={split}" if split else part
     tell, repository = _tell.get(), _Repository(kind, name)
     commit = quote(revision or "main", safe="") if tell is None else _pinned(repository, revision, rest, tell)
-    snapshot = repository.snapshot(commit)
-    return HubPath(snapshot / rest if rest else snapshot)
+    return repository.path(commit, rest)
 
 
 @cache
@@ -114,12 +118,10 @@ def to_stderr(line: str) -> None:
 
 def fetch(path: Path, tell: Tell = to_stderr) -> list[Path]:
     """Download the missing files of a hub model, with weights, or of a data set's split. Return all files; [] for other paths."""
-    if not isinstance(path, HubPath):
+    if (address := _address(path)) is None:
         return []
-    found = _CACHED.search(str(path))
-    assert found is not None, f"{path} is not in the hub's cache"
-    kind, owner, name, commit, rest = found.groups(default="")
-    return _Repository("model" if kind == "model" else "dataset", f"{owner}/{name}").download(commit, rest, tell)
+    repository, commit, rest = address
+    return repository.download(commit, rest, tell)
 
 
 def config_folder(path: HubPath) -> Path:
@@ -127,10 +129,10 @@ def config_folder(path: HubPath) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    found = _CACHED.search(str(path))
-    assert found is not None, path
-    repository = _Repository("model", f"{found[2]}/{found[3]}")
-    commit = repository.commit(unquote(found[4]))
+    address = _address(path)
+    assert address is not None, path
+    repository, revision, _ = address
+    commit = repository.commit(unquote(revision))
     disable_progress_bars()
     with repository._explained(commit):
         return Path(hf_hub_download(repository.name, "config.json", revision=commit)).parent
@@ -138,13 +140,12 @@ def config_folder(path: HubPath) -> Path:
 
 def config_notation(path: Path) -> str:
     """Return the path as configurations name it: hf:// with name and commit if in the hub cache, else unchanged."""
-    found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
-    if found is None:
+    if (address := _address(path)) is None:
         return str(path)
-    _, owner, name, commit, rest = found.groups(default="")
+    repository, commit, rest = address
     part, _, split = rest.partition("?")
     settings = "&".join(one for one in (split, f"revision={unquote(commit)}") if one)
-    return f"hf://{owner}/{name}{f'/{part}' if part else ''}?{settings}"
+    return f"hf://{repository.name}{f'/{part}' if part else ''}?{settings}"
 
 
 def lacks_weights(folder: Path) -> bool:
@@ -167,6 +168,9 @@ class _Repository(NamedTuple):
         from huggingface_hub.constants import HF_HUB_CACHE
 
         return Path(HF_HUB_CACHE).absolute() / f"{self.kind}s--{self.name.replace('/', '--')}" / "snapshots" / commit
+
+    def path(self, commit: str, rest: str) -> HubPath:
+        return HubPath(self.snapshot(commit) / rest)
 
     def commit(self, revision: str) -> str:
         from huggingface_hub import HfApi

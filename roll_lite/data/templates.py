@@ -65,17 +65,14 @@ class Template:
             return []
         add = isinstance(self._config, PlainTemplateConfig)
         ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=add, return_attention_mask=False, verbose=False)["input_ids"]
-        self._check_special_tokens(texts[0], ids[0])
-        return ids
-
-    def _check_special_tokens(self, text: str, ids: list[int]) -> None:
-        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:
+        bos, eos, text, first = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id, texts[0], ids[0]
+        if bos is not None and first[:2] == [bos, bos]:
             raise ValueError(
                 f"{self._setting}.text: prompts begin with the tokenizer's BOS twice, because it adds one by itself; "
                 f"leave {self._tokenizer.bos_token!r} out of the text"
             )
-        if eos is not None and ids[-1:] == [eos] and not text.rstrip().endswith(self._tokenizer.eos_token):
+        if eos is not None and first[-1:] == [eos] and not text.rstrip().endswith(self._tokenizer.eos_token):
             raise ValueError(
                 f"{self._setting}: the tokenizer ends every text with its EOS {self._tokenizer.eos_token!r}, so no prompt can be continued"
             )
+        return ids

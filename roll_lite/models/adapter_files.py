@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.files import is_file, read_object
+from roll_lite.models.hf_fields import names
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 A, B = "lora_A", "lora_B"
@@ -21,10 +22,10 @@ _PLAIN: dict[str, Any] = {
 }
 """{PEFT setting that changes the computation: its only supported value}."""
 _CHECKED = ("peft_type", "r", "lora_alpha", "init_lora_weights")
-_WITHOUT_EFFECT = (
-    *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"),
-    *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
-    *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+_WITHOUT_EFFECT = names(
+    """task_type auto_mapping base_model_name_or_path revision inference_mode peft_version runtime_config target_modules exclude_modules
+    layers_pattern ensure_weight_tying megatron_config megatron_core lora_dropout eva_config loftq_config corda_config lora_ga_config
+    qalora_group_size"""
 )
 """Ignored PEFT settings: the weights file shows which layers have adapters, init_lora_weights how they were initialized."""
 _LEAVES_BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")

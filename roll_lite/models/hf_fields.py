@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-READ = _names(
+READ = names(
     """model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
     max_position_embeddings rms_norm_eps tie_word_embeddings rope_theta rope_scaling rope_parameters sliding_window"""
 )
-READ_OF_EXPERTS = _names(
+READ_OF_EXPERTS = names(
     """num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
     router_aux_loss_coef output_router_logits"""
 )
@@ -45,7 +45,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """{field that changes the model: (supported values, reason)}."""
 
-OF_FILES = _names(
+OF_FILES = names(
     """transformers_version dtype torch_dtype use_cache initializer_range max_window_layers pretraining_tp _name_or_path name_or_path
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal attn_implementation _commit_hash _from_model_config
     _flash_attn_2_enabled _experts_implementation_internal chunk_size_feed_forward gradient_checkpointing is_decoder tie_encoder_decoder
@@ -53,11 +53,11 @@ OF_FILES = _names(
     use_bfloat16 tokenizer_class prefix task_specific_params finetuning_task unsloth_fixed unsloth_version is_llama_config"""
 )
 """Ignored fields: about files, training, and transformers' implementation."""
-OF_HEADS = _names("problem_type id2label label2id num_labels classifier_dropout")
+OF_HEADS = names("problem_type id2label label2id num_labels classifier_dropout")
 """Fields of classifiers, ignored here; config/checks/scoring_models.py checks the number of labels."""
-OF_LENGTHS = _names("max_sequence_length model_max_length seq_length")
+OF_LENGTHS = names("max_sequence_length model_max_length seq_length")
 """Ignored length limits; engines report requests that exceed them."""
-OF_GENERATION = _names(
+OF_GENERATION = names(
     """bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id end_token_id max_length
     max_new_tokens min_length min_new_tokens min_p do_sample early_stopping num_beams num_beam_groups diversity_penalty
     temperature top_k top_p typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty
@@ -73,12 +73,8 @@ WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 POLICY_HEADS = ("ForCausalLM",)
 """Class-name endings of architectures that generate text; with others, engines would not generate."""
-LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
-_ROPE_FIELDS = {
-    "default": frozenset[str](),
-    "linear": frozenset({"factor"}),
-    "llama3": LLAMA3_FIELDS,
-}
+LLAMA3_FIELDS = names("factor low_freq_factor high_freq_factor original_max_position_embeddings")
+_ROPE_FIELDS = {"default": names(""), "linear": names("factor"), "llama3": LLAMA3_FIELDS}
 
 
 def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[str]:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -40,9 +39,10 @@ class StoredTensor:
             return file.read(min(_SAMPLE, self.stop - self.start))
 
     def blocks(self) -> Iterator[bytes]:
-        with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with self.file.open("rb") as file:
+            file.seek(self.start)
             for position in range(self.start, self.stop, _BLOCK):
-                yield content[position : min(position + _BLOCK, self.stop)]
+                yield file.read(min(_BLOCK, self.stop - position))
 
     def equals(self, other: StoredTensor) -> bool:
         if (self.dtype, self.shape) != (other.dtype, other.shape):
@@ -90,13 +90,11 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{broken}: {error}") from error
     try:
-        entries = [
-            (name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"
-        ]
-        found = {
-            name: StoredTensor(file, str(dtype), tuple(map(int, shape)), 8 + size + int(a), 8 + size + int(b))
-            for name, dtype, shape, a, b in entries
-        }
+        found = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, stop = (8 + size + int(offset) for offset in entry["data_offsets"])
+                found[name] = StoredTensor(file, str(entry["dtype"]), tuple(map(int, entry["shape"])), start, stop)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{broken} has a header that lists no tensors with their type, shape and place") from error
     needed = max((tensor.stop for tensor in found.values()), default=0)

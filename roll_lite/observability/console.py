@@ -17,7 +17,7 @@ from rich.text import Text
 
 from roll_lite.config.arithmetic_tables import table
 from roll_lite.observability.health import Finding
-from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, Results, largest_k
+from roll_lite.observability.report import OVERALL, Measures, Results, accuracy_change, largest_k
 from roll_lite.observability.timers import OTHER, STEP
 
 PLAIN_WIDTH = 100
@@ -154,22 +154,23 @@ class RunConsole:
                 self._line(label, self._scores(metrics, score, share), [], style="bold")
                 continue
             parts = [("all", ""), *((domain, f"domain/{domain}/") for domain in self._domains)]
-            shares = ", ".join(f"{title} {_percent(metrics.get(prefix + share))}" for title, prefix in parts)
+            shares = ", ".join(f"{title} {_number(metrics.get(prefix + share), '.0%')}" for title, prefix in parts)
             what = "held-out accuracy" if label == "held-out" else f"held-out {label}"
             self.message(f"{what} {'before training' if step == 0 else f'at step {step}'}: {shares}")
 
-    def finish(self, accuracy: Accuracy, held_out: BeforeAfter, findings: Iterable[Finding]) -> None:
+    def finish(self, change: Measures, findings: Iterable[Finding]) -> None:
         """Show held-out accuracy before and after training, and repeat the warnings."""
-        if accuracy[OVERALL]["before"] is not None:
+        if (held_out := change.get(OVERALL)) is not None:
             k = largest_k(f"validation/{name}" for name in held_out)
             further = {name: held_out[name] for name in (f"pass@{k}", f"maj@{k}") if name in held_out}
+            overall, *domains = accuracy_change(change, self._domains).items()
             rows = []
-            for name, measured in {**{name: accuracy[name] for name in [*self._domains, OVERALL]}, **further}.items():
+            for name, measured in [*domains, overall, *further.items()]:
                 before, after = measured["before"], measured["after"]
-                change = None if before is None or after is None else 100 * (after - before)
-                if change is not None and abs(change) < SMALLEST_CHANGE:
-                    change = 0.0
-                rows.append([name, _percent(before, 1), _percent(after, 1), "-" if change is None else f"{change:+.1f}"])
+                points = None if before is None or after is None else 100 * (after - before)
+                if points is not None and abs(points) < SMALLEST_CHANGE:
+                    points = 0.0
+                rows.append([name, _number(before, ".1%"), _number(after, ".1%"), _number(points, "+.1f")])
             self.message(f"\n{table(('held-out', 'before', 'after', 'change'), rows, numbers=True)}\n")
         for finding in findings:
             self.message(f"warning, {finding.steps} step(s) from step {finding.first_step} on: {finding.message}", style="yellow")
@@ -190,9 +191,9 @@ class RunConsole:
             rows.append(
                 [
                     f"  {part}" if part else domain,
-                    *(_percent(of.get(share), 1) for share in ("accuracy", "accuracy_error", *shares)),
-                    *(_score(of.get(mean)) for mean in means),
-                    *(_percent(of.get(end), 1) for end in ends),
+                    *(_number(of.get(share), ".1%") for share in ("accuracy", "accuracy_error", *shares)),
+                    *(_number(of.get(mean), ".2f") for mean in means),
+                    *(_number(of.get(end), ".1%") for end in ends),
                     _thousands(of.get("response_tokens")),
                     *(f"{of[count]:.0f}" if count in of else "" for count in counts),
                 ]
@@ -215,7 +216,7 @@ class RunConsole:
         cells = []
         for title, prefix in [("all", ""), *((domain, f"domain/{domain}/") for domain in self._domains)]:
             score, share = metrics.get(prefix + reward), metrics.get(prefix + accuracy)
-            text, style = f"{_score(score)} {_percent(share):>4}", "dim"
+            text, style = f"{_number(score, '.2f')} {_number(share, '.0%'):>4}", "dim"
             if share is not None and not math.isnan(share):
                 style = "red" if share < 1 / 3 else "yellow" if share < 2 / 3 else "green"
             cells.append(Cell(_shortened(title, DOMAIN_WIDTH), "score  acc", text, DOMAIN_WIDTH, style))
@@ -257,18 +258,12 @@ def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _score(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.2f}"
-
-
-def _percent(value: float | None, digits: int = 0) -> str:
-    return "-" if value is None or math.isnan(value) else f"{100 * value:.{digits}f}%"
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None or math.isnan(value) else format(value, form)
 
 
 def _seconds(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return "-"
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+    return _number(value, ".2f" if value is None or value < 10 else ".1f" if value < 1000 else ".0f")
 
 
 def _thousands(value: float | None) -> str:

@@ -20,7 +20,7 @@ SMOOTHING_STEPS = 30
 """Number of steps above which a curve also shows its running mean."""
 
 FEW_POINTS = 4
-"""Curves with fewer points get dots, since a line through one point is invisible."""
+"""Curves with fewer points get dots: a line through one is invisible."""
 
 Records = Mapping[int, Mapping[str, float]]
 

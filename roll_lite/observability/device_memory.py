@@ -1,5 +1,3 @@
-"""Peaks of GPU memory by phase."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,14 +23,6 @@ PASS_AT = re.compile(r"validation/pass@(\d+)")
 
 BeforeAfter = dict[str, dict[str, float | None]]
 """{metric: {"before": value in the first validation, "after": value in the last}}."""
-Accuracy = BeforeAfter
-
-
-def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]) -> Accuracy:
-    names = {OVERALL: "validation/accuracy", **{domain: f"domain/{domain}/validation/accuracy" for domain in domains}}
-    return {where: {"before": before.get(name), "after": after.get(name)} for where, name in names.items()}
-
-
 Measures = dict[str, BeforeAfter]
 """{subset of the validation samples: its metrics}. Subsets: `overall`, a domain (`math`), or its samples with one value of a `report_by`
 column (`math/level:5`)."""
@@ -42,6 +34,11 @@ def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> 
         if (known := HELD_OUT.fullmatch(name)) is not None:
             change.setdefault(known["where"] or OVERALL, {})[known["metric"]] = {"before": before.get(name), "after": after.get(name)}
     return change
+
+
+def accuracy_change(change: Measures, domains: Iterable[str]) -> BeforeAfter:
+    unknown: dict[str, float | None] = {"before": None, "after": None}
+    return {where: change.get(where, {}).get("accuracy", unknown) for where in (OVERALL, *domains)}
 
 
 Results = dict[str, dict[str, float]]
@@ -67,7 +64,7 @@ def largest_k(metrics: Iterable[str]) -> int | None:
 def write_summary(
     folder: Path,
     *,
-    accuracy: Accuracy,
+    domains: Iterable[str],
     validation: Measures,
     steps: int,
     wall_s: Mapping[str, float],
@@ -80,7 +77,7 @@ def write_summary(
     assert exit_state in ("running", "completed", "interrupted") or exit_state.startswith("failed: "), exit_state
     assert "total" in wall_s, "wall_s needs the total"
     summary = {
-        "accuracy": accuracy,
+        "accuracy": accuracy_change(validation, domains),
         "validation": validation,
         "steps": steps,
         "resumed_after": resumed_after,

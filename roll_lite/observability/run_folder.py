@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -40,11 +40,9 @@ def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = Non
     parent.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         folder = parent / (name if number == 1 else f"{name}_{number}")
-        try:
+        with suppress(FileExistsError):
             folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
+            return folder
     raise AssertionError("there is always another number")
 
 

@@ -37,17 +37,13 @@ class Span:
 class StepTimes:
     total: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of the outermost phases, in order of their first start."""
-    inner: dict[str, float] = field(default_factory=dict)
+    """Seconds of phases and their parts, in order of their first start."""
     spans: tuple[Span, ...] = ()
     """The step and its phases, outer ones first."""
 
-    @property
-    def other(self) -> float:
-        return max(0.0, self.total - sum(self.phases.values()))
-
     def labelled(self) -> dict[str, float]:
-        return {**self.phases, **self.inner, OTHER: self.other, STEP: self.total}
+        outermost = sum(seconds for path, seconds in self.phases.items() if "/" not in path)
+        return {**self.phases, OTHER: max(0.0, self.total - outermost), STEP: self.total}
 
 
 class StepTimers:
@@ -72,12 +68,8 @@ class StepTimers:
             yield
         finally:
             total, seconds, self._running = self._clock() - start, self._running, None
-            self.last = StepTimes(
-                total=total,
-                phases={path: s for path, s in seconds.items() if "/" not in path},
-                inner={path: s for path, s in seconds.items() if "/" in path},
-                spans=(Span(STEP, since, total), *sorted(self._spans, key=lambda span: span.name.count("/"))),
-            )
+            spans = Span(STEP, since, total), *sorted(self._spans, key=lambda span: span.name.count("/"))
+            self.last = StepTimes(total, seconds, spans)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -6,8 +6,7 @@ import torch
 
 
 class TraceRecorder:
-    """Profiler of the process's GPU kernels, and of CPU operations and backward passes of the thread that starts it. Failures are
-    returned, as they must not end a run."""
+    """Profiler of the process's GPU kernels, and of CPU operations and backward passes of the thread that starts it."""
 
     _recording: torch.profiler.profile | None = None
 

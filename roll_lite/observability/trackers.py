@@ -69,9 +69,8 @@ class Tracker(ABC):
     def picture(self, file: Path) -> None:  # noqa: B027
         """Log the curves as a picture, at the end of the run. Optional."""
 
-    @abstractmethod
-    def close(self, exit_state: str = "completed") -> None:
-        """Close the tracker. `exit_state`: "completed", "interrupted" or "failed: <cause>"."""
+    def close(self, exit_state: str = "completed") -> None:  # noqa: B027
+        """Close the tracker. `exit_state`: "completed", "interrupted" or "failed: <cause>". Optional."""
 
 
 class JsonlTracker(Tracker):
@@ -92,9 +91,6 @@ class JsonlTracker(Tracker):
             except OSError:  # the disk may be full: no part of a line stays
                 file.truncate(before)
                 raise
-
-    def close(self, exit_state: str = "completed") -> None:
-        pass
 
 
 class TensorBoardTracker(Tracker):
@@ -146,9 +142,6 @@ class HistoryTracker(Tracker):
         for line in file.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             self.log(record.pop("step"), {name: math.nan if value is None else value for name, value in record.items()})
-
-    def close(self, exit_state: str = "completed") -> None:
-        pass
 
 
 class Trackers(Tracker):

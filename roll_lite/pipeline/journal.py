@@ -36,13 +36,10 @@ from roll_lite.observability.health import RunHealth
 from roll_lite.observability.metric_table import EPISODES
 from roll_lite.observability.metrics import ALL_DOMAINS, MetricSums
 from roll_lite.observability.report import (
-    OVERALL,
-    Accuracy,
-    BeforeAfter,
     LivePicture,
     LiveReport,
+    Measures,
     Results,
-    accuracy_change,
     held_out_change,
     write_evaluation,
     write_summary,
@@ -515,7 +512,7 @@ class Journal:
 
     def close(self, exit_state: str) -> None:
         try:
-            accuracy, held_out = self._summarize(exit_state)
+            change = self._summarize(exit_state)
             self._picture.close()
             self._report.close()
             try:
@@ -528,7 +525,7 @@ class Journal:
             except Exception as error:  # the run is complete without them
                 self.console.message(f"{CURVES_FILE} and report.html cannot be written: {type(error).__name__}: {error}")
             if self._evaluation is None:
-                self.console.finish(accuracy, held_out, self.health.findings.values())
+                self.console.finish(change, self.health.findings.values())
             else:
                 self.console.evaluation(self._evaluation)
             for (place, _), (times, first) in self._told.items():
@@ -546,14 +543,14 @@ class Journal:
         self._summarize("running")
         self._picture.changed()
 
-    def _summarize(self, exit_state: str) -> tuple[Accuracy, BeforeAfter]:
+    def _summarize(self, exit_state: str) -> Measures:
         validated = [record for _, record in sorted(self.history.records.items()) if "validation/accuracy" in record]
         last = validated[-1] if len(validated) > 1 else {}
         first = validated[0] if validated else {}
-        accuracy, change = accuracy_change(self._domains, first, last), held_out_change(first, last)
+        change = held_out_change(first, last)
         write_summary(
             self.folder,
-            accuracy=accuracy,
+            domains=self._domains,
             validation=change,
             steps=self._steps,
             resumed_after=self._first,
@@ -562,7 +559,7 @@ class Journal:
             findings=self.health.findings.values(),
             exit_state=exit_state,
         )
-        return accuracy, change.get(OVERALL, {})
+        return change
 
     def _draw(self) -> None:
         draw_curves(

@@ -172,9 +172,9 @@ def number_bytes(config: RunConfig) -> int:
     return 4 if infer_dtype(config) == "float32" else 2
 
 
-def cached_tokens(config: RunConfig, model: Architecture, memory: RankMemory) -> int:
+def cached_tokens(config: RunConfig, model: Architecture, device_bytes: float) -> int:
     ranks = min(config.actor_infer.strategy.tensor_parallel, model.hf.key_value_heads)
-    return memory.kv_cache * ranks // model.cache_bytes(number_bytes(config))
+    return engine_memory(config, model, device_bytes).kv_cache * ranks // model.cache_bytes(number_bytes(config))
 
 
 def by_phase(config: RunConfig, memory: Mapping[str, RankMemory]) -> list[PhaseMemory]:

@@ -36,7 +36,7 @@ from roll_lite.config.schema.models import (
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.strategy.megatron.traced import RankMemory
 from roll_lite.planning.architecture import Architecture, find, of_scorer
-from roll_lite.planning.memory import GIB, PhaseMemory, by_phase, cached_tokens, engine_memory, memory_of_roles, optimizer_bytes
+from roll_lite.planning.memory import GIB, PhaseMemory, by_phase, cached_tokens, memory_of_roles, optimizer_bytes
 from roll_lite.planning.time import DEVICES, Device, StepTime, step_time, under_each_supply
 from roll_lite.simulator.report import table_of_runs
 from roll_lite.simulator.simulation import SimulatedRun
@@ -60,8 +60,8 @@ class Plan:
 
 
 def planned(config: RunConfig, model: Architecture, device: Device) -> Plan:
-    memory = memory_of_roles(config, model, device.memory_gib * GIB)
-    phases, cached = by_phase(config, memory), cached_tokens(config, model, memory["actor_infer"])
+    memory, cached = memory_of_roles(config, model, device.bytes), cached_tokens(config, model, device.bytes)
+    phases = by_phase(config, memory)
     return Plan(config, memory, phases, step_time(config, model, device, cached), cached, list(_problems(config, phases, cached, device)))
 
 
@@ -87,9 +87,8 @@ def remedies(config: RunConfig, model: Architecture, device: Device, phases: lis
                 other = _changed(other, f"{name}.strategy.sequence_parallel", True) if isinstance(role, ForwardRoleConfig) else other
             if check(other, files=False) or layout_problem(other, model):
                 continue
-            memory = memory_of_roles(other, model, device.memory_gib * GIB)
-            found = by_phase(other, memory)
-            if not list(_problems(other, found, cached_tokens(other, model, memory["actor_infer"]), device)):
+            found = by_phase(other, memory_of_roles(other, model, device.bytes))
+            if not list(_problems(other, found, cached_tokens(other, model, device.bytes), device)):
                 saved = (before - max(one.total for one in found)) / GIB
                 yield f"{name}.{setting}={value} saves {saved:.1f} GiB, and everything fits"
                 break
@@ -146,9 +145,9 @@ def search(config: RunConfig, model: Architecture, device: Device, devices: int)
             for name, role in roles(other).items():
                 if isinstance(role, ForwardRoleConfig):
                     other = _changed(other, f"{name}.strategy", role.strategy.model_copy(update=layout))
-            if _state_bytes(other, model, trainers) > device.memory_gib * GIB:
+            if _state_bytes(other, model, trainers) > device.bytes:
                 continue  # weights, gradients and optimizer alone are too large
-            cached = cached_tokens(other, model, engine_memory(other, model, device.memory_gib * GIB))
+            cached = cached_tokens(other, model, device.bytes)
             for budget in sorted({longest_sequence(config), config.actor_train.in_training[0], 2 * config.actor_train.in_training[0]}):
                 one = _changed(other, "actor_train.train_micro_batch_tokens", budget)
                 if not check(one, files=False) and layout_problem(one, model) is None:
@@ -195,7 +194,7 @@ def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Ite
     given, engines = config.actor_infer.strategy.tensor_parallel, len(device_numbers(config.actor_infer.devices))
     for parallel in {1, 2, 4, 8, given}:
         one = _changed(config, "actor_infer.strategy.tensor_parallel", parallel)
-        cached = cached_tokens(one, model, engine_memory(one, model, device.memory_gib * GIB))
+        cached = cached_tokens(one, model, device.bytes)
         if engines % parallel == 0 and cached >= max_model_len(one):
             time = step_time(one, model, device, cached)
             seconds[parallel] = time.phases["generate"].seconds + time.longest_s

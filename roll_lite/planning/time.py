@@ -24,7 +24,7 @@ from roll_lite.config.placement_picture import phases_of_step, works
 from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, RewardModelConfig, TrainRoleConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.planning.architecture import Architecture, of_scorer
-from roll_lite.planning.memory import engine_memory, number_bytes, optimizer_bytes, scorer_memory
+from roll_lite.planning.memory import GIB, engine_memory, number_bytes, optimizer_bytes, scorer_memory
 from roll_lite.simulator.engine import EngineLimits, EngineRates
 from roll_lite.simulator.scenario import Scenario, TrainerModel, scenario_of
 from roll_lite.simulator.simulation import SimulatedRun, simulate
@@ -43,6 +43,10 @@ class Device:
     """Bandwidth of one device to other nodes; each device has a network adapter."""
     host_gb_s: float
     """Bandwidth to host memory, one way."""
+
+    @property
+    def bytes(self) -> float:
+        return self.memory_gib * GIB
 
 
 _TABLE = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))

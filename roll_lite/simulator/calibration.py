@@ -58,14 +58,14 @@ def read_run(folder: Path) -> MeasuredRun:
             samples[step] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if not samples:
         raise ValueError(f"{folder}: no step with metrics and samples; the simulator needs a run of at least one step")
-    supply = settings.get("rollout", {}).get("supply", "sync")
-    if supply != "sync":
+    rollout, infer = settings.get("rollout", {}), settings["actor_infer"]
+    if (supply := rollout.get("supply", "sync")) != "sync":
         raise ValueError(
             f"{folder} is a run with rollout.supply: {supply}, whose generation seconds are not those of a batch; measure a sync one"
         )
     # Lengths of filtered and surplus samples are not recorded.
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in steps.values()))
-    oversample = settings.get("rollout", {}).get("oversample", 1)
+    oversample = rollout.get("oversample", 1)
     if filtered or oversample > 1:
         what = f"rollout.oversample: {oversample:g}, which generates more than its samples/ hold of a batch"
         if filtered:
@@ -74,7 +74,6 @@ def read_run(folder: Path) -> MeasuredRun:
             f"{folder} is a run with {what}; measure one with rollout.filter=null rollout.oversample=1: the simulator filters and "
             "oversamples as the configuration says that is simulated"
         )
-    infer = settings["actor_infer"]
     engines = _count(infer["devices"]) // infer["strategy"].get("tensor_parallel", 1) * infer.get("replicas_per_device", 1)
     return MeasuredRun(
         max(1, engines),
@@ -83,7 +82,7 @@ def read_run(folder: Path) -> MeasuredRun:
         steps,
         samples,
         infer.get("offload", False),
-        settings.get("rollout", {}).get("stream_log_probs", False),
+        rollout.get("stream_log_probs", False),
     )
 
 

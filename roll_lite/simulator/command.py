@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import yaml
 
@@ -78,12 +78,10 @@ def refuse_unwritable(picture: Path) -> None:
     if is_folder(picture):
         raise ValueError(f"--picture: {picture} is a folder; name a file in it")
     try:
-        draft = picture.with_name(f"{picture.name}.{os.getpid()}.partial")
-        draft.touch()
-        draft.unlink()
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ValueError(f"--picture: {picture} cannot be written: {reason}") from error
+        with TemporaryFile(dir=picture.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"--picture: {picture} cannot be written: {error.strerror}") from error
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:

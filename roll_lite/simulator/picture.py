@@ -26,7 +26,7 @@ def draw_engines(
     """Draw one panel per simulated run on a common time axis. `by`: what colours show, "version" (of weights) or "domain". `until`: end of
     the axis in seconds."""
     end = until or max(outcome.steps[-1].end for outcome in outcomes)
-    rows = [_rows(outcome) for outcome in outcomes]
+    rows = [engines * slots for engines, slots in map(_layout, outcomes)]
     heights = [0.7 + 2.2 * min(1.0, (count / 32) ** 0.5) for count in rows]
     with drawing(path, (12, 0.4 + sum(heights)), h_pad=0.08) as figure:
         panels = figure.subplots(len(outcomes), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
@@ -35,15 +35,15 @@ def draw_engines(
         panels[-1].set_xlabel("seconds", fontsize=8, color="#555555")
 
 
-def _rows(outcome: SimulatedRun) -> int:
-    slots = outcome.scenario.limits.slots
-    engines = 1 + max((span.engine for span in outcome.spans), default=0)
-    return engines * slots if engines * slots <= MOST_ROWS else engines
+def _layout(outcome: SimulatedRun) -> tuple[int, int]:
+    """(engines, rows of each)."""
+    slots, engines = outcome.scenario.limits.slots, 1 + max((span.engine for span in outcome.spans), default=0)
+    return engines, slots if engines * slots <= MOST_ROWS else 1
 
 
 def _panel(axes: Any, outcome: SimulatedRun, title: str, by: str, end: float) -> None:
-    slots, rows = outcome.scenario.limits.slots, _rows(outcome)
-    single = outcome.scenario.engines * slots <= MOST_ROWS
+    slots, (engines, each) = outcome.scenario.limits.slots, _layout(outcome)
+    rows, single = engines * each, each == slots
     axes.set_title(title, loc="left", fontsize=10, color="#333333")
     colors: dict[Any, str] = defaultdict(str) | dict(zip(range(len(outcome.steps) + 1), cycle(VERSION_COLORS)))
     if by == "domain":
@@ -56,17 +56,15 @@ def _panel(axes: Any, outcome: SimulatedRun, title: str, by: str, end: float) ->
     trainer = rows + 0.06 * rows
     height = 0.05 * rows + 0.35
     for phase in outcome.phases:
-        if phase.name in PHASE_COLORS:
-            axes.barh(trainer, phase.end - phase.start, left=phase.start, height=height, color=PHASE_COLORS[phase.name], linewidth=0)
+        axes.barh(trainer, phase.end - phase.start, left=phase.start, height=height, color=PHASE_COLORS[phase.name], linewidth=0)
         if phase.name == "sync" and phase.start > 0:
             axes.axvline(phase.end, color=PHASE_COLORS["sync"], linewidth=0.8, alpha=0.7)
     for at, number in outcome.deaths:
-        axes.plot(at, number * slots + slots / 2 if single else number, marker="x", color="black", markersize=7)
+        axes.plot(at, number * each + (each - 1) / 2, marker="x", color="black", markersize=7)
     axes.set_xlim(0, end)
     axes.set_ylim(trainer + height, -0.6)
     if single:
-        engines = rows // slots
-        axes.set_yticks([*(engine * slots + slots / 2 - 0.5 for engine in range(engines)), trainer])
+        axes.set_yticks([*(engine * slots + (slots - 1) / 2 for engine in range(engines)), trainer])
         axes.set_yticklabels([*(f"engine {engine}" for engine in range(engines)), "trainer"])
         for engine in range(1, engines):
             axes.axhline(engine * slots - 0.5, color="white", linewidth=2)

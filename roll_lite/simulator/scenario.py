@@ -47,13 +47,6 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class Changes:
-    joining: tuple[float, ...] = ()
-    leaving: tuple[tuple[float, int], ...] = ()
-    """Node drains: (time in seconds, node number). Requests continue on other engines; the last engine stays."""
-
-
-@dataclass(frozen=True)
 class Scenario:
     domains: tuple[DomainModel, ...]
     engines: int
@@ -62,7 +55,10 @@ class Scenario:
     rollout: RolloutConfig
     trainer: TrainerModel = TrainerModel()
     failures: Failures = Failures()
-    changes: Changes = Changes()
+    joining: tuple[float, ...] = ()
+    """Seconds at which engines join."""
+    leaving: tuple[tuple[float, int], ...] = ()
+    """Node drains: (time in seconds, node number). Requests continue on other engines; the last engine stays."""
     steps: int = 16
     seed: int = 1
     offload_s: float | None = None
@@ -133,7 +129,8 @@ def scenario_of(config: RunConfig) -> Scenario:
             hang_s=engine.hang_s,
             start_s=engine.start_s,
         ),
-        changes=Changes(tuple(engine.join_s), tuple((at, node) for node, at in enumerate(engine.leave_s))),
+        joining=tuple(engine.join_s),
+        leaving=tuple((at, node) for node, at in enumerate(engine.leave_s)),
         steps=simulation.steps,
         seed=config.seed,
         offload_s=engine.offload_s if config.actor_infer.offload else None,

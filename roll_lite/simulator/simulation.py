@@ -6,7 +6,8 @@ import asyncio
 import gc
 import itertools
 import math
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -176,9 +177,9 @@ class _Simulation:
             rollout.retries,
             pacing=pacing_of(rollout, engines_rest=scenario.offload_s is not None),
         )
-        for number, at in enumerate(sorted(scenario.changes.joining)):
+        for number, at in enumerate(sorted(scenario.joining)):
             self.later(self.join(at, nodes + number // per_node))
-        for at, node in scenario.changes.leaving:
+        for at, node in scenario.leaving:
             self.later(self.drain(at, node))
         try:
             for _ in range(scenario.steps):
@@ -201,13 +202,18 @@ class _Simulation:
             engine.kill("the simulation is over")
             self.outcome.put_back += engine.put_back
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = self.clock()
+        yield
+        self.outcome.phases.append(SimulatedPhase(name, start, self.clock()))
+
     # ------------------------------------------------------------ the verbs of a step
 
     async def step(self) -> None:
         if self.scenario.offload_s is not None:
-            started = self.clock()
-            await asyncio.sleep(self.scenario.offload_s)
-            self.outcome.phases.append(SimulatedPhase("move", started, self.clock()))
+            with self.phase("move"):
+                await asyncio.sleep(self.scenario.offload_s)
         await self.sync_weights()
         asked = self.clock()
         looking = asyncio.ensure_future(self.pass_early())
@@ -216,8 +222,8 @@ class _Simulation:
         finally:
             looking.cancel()
         ready = self.clock()
-        await self.train(result)
-        self.outcome.phases.append(SimulatedPhase("train", ready, self.clock()))
+        with self.phase("train"):
+            await self.train(result)
         self.record(result, ready - asked, self.clock() - ready)
 
     async def pass_early(self) -> None:
@@ -244,18 +250,17 @@ class _Simulation:
 
     async def sync_weights(self) -> None:
         if self.version:
-            started = self.clock()
-            await self.service.hold()
-            held = self.clock()
-            for engine in self.engines.values():
-                engine.freeze()
-            await asyncio.sleep(self.scenario.trainer.sync_s)
-            while any(engine.hangs for engine in self.engines.values()):  # a hanging engine cannot receive weights; wait until it is dead
-                self.given_up.clear()
-                await self.given_up.wait()
-            for engine in self.engines.values():
-                engine.update(self.version)
-            self.outcome.phases += [SimulatedPhase("hold", started, held), SimulatedPhase("sync", held, self.clock())]
+            with self.phase("hold"):
+                await self.service.hold()
+            with self.phase("sync"):
+                for engine in self.engines.values():
+                    engine.freeze()
+                await asyncio.sleep(self.scenario.trainer.sync_s)
+                while any(engine.hangs for engine in self.engines.values()):  # it cannot receive weights; wait until it is dead
+                    self.given_up.clear()
+                    await self.given_up.wait()
+                for engine in self.engines.values():
+                    engine.update(self.version)
         self.service.set_version(self.version)
 
     def record(self, result: RolloutResult, waited_s: float, trained_s: float) -> None:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from statistics import NormalDist
 from typing import Protocol
 
@@ -102,7 +101,6 @@ class SimulatedReward:
         self._model = model
         self._seed = seed
         self._free = asyncio.Semaphore(model.reward_workers) if model.reward_workers is not None else nullcontext()
-        self._chance = lru_cache(maxsize=model.prompts)(self._chance_of)
 
     async def score(self, item: RewardInput) -> Score:
         seconds = self._model.reward_s
@@ -112,7 +110,7 @@ class SimulatedReward:
                 await asyncio.sleep(min(drawn, self._model.reward_most_s))
         return Score(float(uniform(self._seed, "score", item.response) < self._chance(item.prompt)))
 
-    def _chance_of(self, prompt: str) -> float:
+    def _chance(self, prompt: str) -> float:
         place = uniform(self._seed, "prompt", self._model.name, prompt)
         if place < self._model.all_right:
             return 1.0

@@ -6,7 +6,7 @@ import pytest
 
 from roll_lite.observability.console import HEADER_EVERY, RunConsole
 from roll_lite.observability.health import Finding
-from roll_lite.observability.report import accuracy_change
+from roll_lite.observability.report import held_out_change
 
 DOMAINS = ["add", "make", "repeat"]
 
@@ -127,8 +127,8 @@ def test_of_what_several_samples_are_worth_the_most_is_shown() -> None:
         "held-out maj@16 before training: all 40%, add 40%, make -, repeat -",
     ]
     assert [line.split() for line in lines(stream)[-2:]] == [["pass@16", *["0.95", "90%"] * 4], ["maj@16", *["-", "40%"] * 2, *["-"] * 4]]
-    held_out = {"pass@2": {"before": 0.6, "after": 0.7}, "pass@16": {"before": 0.9, "after": 1.0}}
-    console.finish(accuracy_change(DOMAINS, validation(0.25), {}), held_out, [])
+    before, after = ({"validation/pass@2": two, "validation/pass@16": all_16} for two, all_16 in ((0.6, 0.9), (0.7, 1.0)))
+    console.finish(held_out_change(validation(0.25) | before, after), [])
     assert ["pass@16", "90.0%", "100.0%", "+10.0"] in [line.split() for line in lines(stream)]
     assert "pass@2 " not in stream.getvalue()
 
@@ -150,9 +150,9 @@ def test_what_was_not_measured_is_a_dash() -> None:
 def test_the_table_at_the_end() -> None:
     stream = io.StringIO()
     after = validation(0.75) | {"domain/make/validation/accuracy": 0.2}
-    change = accuracy_change(DOMAINS, validation(0.25), after)
+    change = held_out_change(validation(0.25), after)
     console = RunConsole(DOMAINS, 40, stream)
-    console.finish(change, {}, [Finding("truncated", "cut at max_tokens", 3, 5)])
+    console.finish(change, [Finding("truncated", "cut at max_tokens", 3, 5)])
     console.closing_line(40, 0, 134.0, Path("runs/demo"))
     rows = {line.split()[0]: line.split()[1:] for line in lines(stream) if "%" in line}
     assert rows == {
@@ -170,7 +170,7 @@ def test_the_table_at_the_end() -> None:
 @pytest.mark.parametrize(("after", "shown"), [(0.25, "+0.0"), (0.2504, "+0.0"), (0.2496, "+0.0"), (0.3, "+5.0"), (0.2, "-5.0")])
 def test_a_change_too_small_to_show_has_no_minus(after: float, shown: str) -> None:
     stream = io.StringIO()
-    RunConsole(["add"], 40, stream).finish(accuracy_change(["add"], validation(0.25), validation(after)), {}, [])
+    RunConsole(["add"], 40, stream).finish(held_out_change(validation(0.25), validation(after)), [])
     (row,) = [line for line in stream.getvalue().splitlines() if "add" in line]
     assert row.split()[-1] == shown
 
@@ -178,14 +178,14 @@ def test_a_change_too_small_to_show_has_no_minus(after: float, shown: str) -> No
 def test_a_run_without_validation_has_a_closing_line() -> None:
     stream = io.StringIO()
     console = RunConsole(["add"], 40, stream)
-    console.finish(accuracy_change(["add"], {}, {}), {}, [])
+    console.finish(held_out_change({}, {}), [])
     console.closing_line(12, 10, 4.0, Path("runs/demo"))
     assert lines(stream) == ["steps 11 to 12 in 4.0 s; everything is in runs/demo"]
 
 
 def test_the_table_without_a_second_validation() -> None:
     stream = io.StringIO()
-    RunConsole(["add"], 40, stream).finish(accuracy_change(["add"], validation(0.25), {}), {}, [])
+    RunConsole(["add"], 40, stream).finish(held_out_change(validation(0.25), {}), [])
     assert any(line.split() == ["add", "25.0%", "-", "-"] for line in lines(stream))
 
 

@@ -9,7 +9,7 @@ from pydantic_core import PydanticSerializationError
 from support_view import make_run
 
 from roll_lite.observability.health import Finding
-from roll_lite.observability.report import LivePicture, LiveReport, accuracy_change, held_out_change, largest_k, write_summary
+from roll_lite.observability.report import LivePicture, LiveReport, held_out_change, largest_k, write_summary
 
 
 def test_the_summary_is_what_the_readme_promises(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_the_summary_is_what_the_readme_promises(tmp_path: Path) -> None:
     after = {"validation/accuracy": 0.75, "domain/add/validation/accuracy": 0.9}
     write_summary(
         tmp_path,
-        accuracy=accuracy_change(["add", "make"], before, after),
+        domains=["add", "make"],
         validation=held_out_change(before, after),
         steps=40,
         wall_s={"total": 100.00049, "generate": 60.0},
@@ -59,8 +59,8 @@ def test_a_later_summary_replaces_the_first_and_numbers_json_lacks_are_null(tmp_
     for state in ("completed", "interrupted", "failed: actor_train rank 1 in train: out of memory"):
         write_summary(
             tmp_path,
-            accuracy=accuracy_change([], {"validation/accuracy": math.nan}, {}),
-            validation={},
+            domains=[],
+            validation=held_out_change({"validation/accuracy": math.nan}, {}),
             steps=0,
             wall_s={"total": 1.0},
             tokens={"per_second": math.inf},
@@ -72,7 +72,7 @@ def test_a_later_summary_replaces_the_first_and_numbers_json_lacks_are_null(tmp_
 
 
 def test_a_failure_in_writing_leaves_the_old_summary(tmp_path: Path) -> None:
-    good = {"accuracy": {}, "validation": {}, "steps": 1, "wall_s": {"total": 1.0}, "tokens": {}}
+    good = {"domains": [], "validation": {}, "steps": 1, "wall_s": {"total": 1.0}, "tokens": {}}
     write_summary(tmp_path, **good, exit_state="completed")
     with pytest.raises(PydanticSerializationError):
         write_summary(tmp_path, **(good | {"tokens": {"a": object()}}), exit_state="completed")
@@ -81,7 +81,7 @@ def test_a_failure_in_writing_leaves_the_old_summary(tmp_path: Path) -> None:
 
 def test_other_exit_states_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="crashed"):
-        write_summary(tmp_path, accuracy={}, validation={}, steps=1, wall_s={"total": 1.0}, tokens={}, exit_state="crashed")
+        write_summary(tmp_path, domains=[], validation={}, steps=1, wall_s={"total": 1.0}, tokens={}, exit_state="crashed")
 
 
 def until(happened: Callable[[], bool]) -> None:

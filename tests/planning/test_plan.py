@@ -112,10 +112,10 @@ def test_the_cache_of_a_token() -> None:
     # 28 layers, keys and values, 4 heads of 128 numbers, 2 bytes each
     assert public("Qwen/Qwen2.5-7B").cache_bytes() == 2 * 28 * 4 * 128 * 2 == 57_344
     run, model = config("qwen2.5_7b_grpo", "actor_infer.strategy.kv_cache_mb=5734"), public("Qwen/Qwen2.5-7B")
-    assert cached_tokens(run, model, engine_memory(run, model, 80 * GIB)) == 5_734_000_000 // 57_344 == 99_993
+    assert cached_tokens(run, model, 80 * GIB) == 5_734_000_000 // 57_344 == 99_993
     # eight ranks share four key/value heads: each holds one
     eight = config("qwen2.5_7b_grpo", "actor_infer.strategy.kv_cache_mb=5734", "actor_infer.strategy.tensor_parallel=8")
-    assert cached_tokens(eight, model, engine_memory(eight, model, 80 * GIB)) == 4 * 5_734_000_000 // 57_344
+    assert cached_tokens(eight, model, 80 * GIB) == 4 * 5_734_000_000 // 57_344
 
 
 def test_operations_of_a_token() -> None:
@@ -229,13 +229,14 @@ def test_reward_models_and_judges_take_memory_on_their_devices() -> None:
 @pytest.mark.slow
 def test_the_7b_fits_as_its_configuration_says() -> None:
     run, model = config(), public("Qwen/Qwen2.5-7B")
-    memory = memory_of_roles(run, model, DEVICES["H100"].memory_gib * GIB)
+    h100 = DEVICES["H100"]
+    memory = memory_of_roles(run, model, h100.bytes)
     actor = memory["actor_train"]
     # half of the weights in bfloat16 and float32 gradients; of two moments and a copy a quarter of that half
     assert actor.weights == pytest.approx(7_615_616_512, rel=0.001)
     assert actor.gradients == pytest.approx(2 * 7_615_616_512, rel=0.001)
     assert actor.optimizer == pytest.approx(7_615_616_512 / 8 * 12, rel=0.001)
-    assert list(_problems(run, by_phase(run, memory), cached_tokens(run, model, memory["actor_infer"]), DEVICES["H100"])) == []
+    assert list(_problems(run, by_phase(run, memory), cached_tokens(run, model, h100.bytes), h100)) == []
 
 
 def test_rates_of_a_7b_on_an_h100() -> None:

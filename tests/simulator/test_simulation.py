@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from roll_lite.config.schema.domains import GroupFilterConfig, RolloutConfig
 from roll_lite.simulator.engine import EngineLimits, EngineRates
-from roll_lite.simulator.scenario import Changes, Failures, Scenario, TrainerModel
+from roll_lite.simulator.scenario import Failures, Scenario, TrainerModel
 from roll_lite.simulator.simulation import simulate
 from roll_lite.simulator.workload import DomainModel, LogNormal, Quantiles
 
@@ -108,7 +108,7 @@ def test_a_lost_node_takes_all_its_engines_along() -> None:
 def test_engines_that_joined_are_lost_with_their_own_node() -> None:
     """Two joined engines share a node, apart from the first ones' half empty node."""
     failures = Failures(mean_node_s=300.0, engines_per_node=2, start_s=20.0)
-    one = replace(scenario(LONG_TAIL, engines=5, steps=30, prompts=16), failures=failures, changes=Changes(joining=(10.0, 10.0)))
+    one = replace(scenario(LONG_TAIL, engines=5, steps=30, prompts=16), failures=failures, joining=(10.0, 10.0))
     outcome = simulate(one)
     by_time: dict[float, set[int]] = {}
     for at, number in outcome.deaths:
@@ -121,7 +121,7 @@ def test_engines_that_joined_are_lost_with_their_own_node() -> None:
 def test_a_drained_node_is_the_same_one_after_losses() -> None:
     """Engine 0 returns as number 2. The engine that joins then, number 3, has the third node."""
     two = replace(scenario(LONG_TAIL, engines=2, steps=8, prompts=8), failures=Failures(((10.0, 0),), start_s=10.0))
-    outcome = simulate(replace(two, changes=Changes(joining=(30.0,), leaving=((60.0, 2),))), spans=True)
+    outcome = simulate(replace(two, joining=(30.0,), leaving=((60.0, 2),)), spans=True)
     assert 3 in {span.engine for span in outcome.spans} and {span.engine for span in outcome.spans if span.start > 200} == {1, 2}
 
 
@@ -155,21 +155,21 @@ def test_rewards_wait_for_each_other_where_workers_are_few() -> None:
 
 def test_engines_that_join_help_and_those_that_leave_finish_what_they_have() -> None:
     few = scenario(LONG_TAIL, engines=2, steps=10, prompts=8)
-    spans = simulate(replace(few, changes=Changes(joining=(60.0,), leaving=((200.0, 0),))), spans=True)
+    spans = simulate(replace(few, joining=(60.0,), leaving=((200.0, 0),)), spans=True)
     assert spans.failed == spans.lost == 0
     served = {number: [span for span in spans.spans if span.engine == number] for number in (0, 1, 2)}
     assert min(span.start for span in served[2]) >= 60
     # Everything that ran in the one that left had begun before: a quarter more than its slots may have waited in it.
     late = [span for span in served[0] if span.start > 200]
     assert len(late) <= 1 and max(span.end for span in served[1]) > max(span.end for span in served[0])
-    assert simulate(replace(few, changes=Changes(joining=(60.0,)))).step_s < simulate(few).step_s
+    assert simulate(replace(few, joining=(60.0,))).step_s < simulate(few).step_s
 
 
 def test_the_last_engine_stays_until_another_one_joins() -> None:
     two = scenario(LONG_TAIL, engines=2, steps=6, prompts=8)
-    alone = simulate(replace(two, changes=Changes(leaving=((30.0, 0), (30.0, 1)))), spans=True)
+    alone = simulate(replace(two, leaving=((30.0, 0), (30.0, 1))), spans=True)
     assert alone.lost == alone.failed == 0 and [step.engines for step in alone.steps][-1] == 1
-    relieved = simulate(replace(two, changes=Changes(joining=(60.0,), leaving=((30.0, 0), (30.0, 1)))), spans=True)
+    relieved = simulate(replace(two, joining=(60.0,), leaving=((30.0, 0), (30.0, 1))), spans=True)
     assert {span.engine for span in relieved.spans if span.start > 100} == {2}
     assert relieved.utilisation < 1
 
