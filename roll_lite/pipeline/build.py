@@ -148,7 +148,6 @@ def gpu_environment(
 
 
 def supervised_rows(config: RunConfig) -> SupervisedRows | None:
-    """Return the rows of `algorithm.ptx`, if set."""
     if config.algorithm.ptx is None or not trains(config):
         return None
     return SupervisedRows(config.algorithm.ptx, load_tokenizer(config.model.path), derived_seed(config.seed, "ptx"))

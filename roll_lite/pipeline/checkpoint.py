@@ -421,7 +421,6 @@ class Checkpoints:
         return folder
 
     def stateful(self, models: Models, files: Iterable[str] | None = None) -> dict[str, Model[Any]]:
-        """Return the models of `saved_roles`."""
         made: dict[str, Model[Any] | None] = {**models.trained, "reference": models.reference}
         return {role: model for role in saved_roles(self._config, files) if (model := made.get(role)) is not None}
 

@@ -56,7 +56,6 @@ class Movable(ABC):
     def start_offload(self, parts: Sequence[Any]) -> Pending[Any]: ...
 
     def start_abandoning(self, parts: Sequence[Any]) -> Pending[Any]:
-        """Offload after a failure."""
         return self.start_offload(parts)
 
 

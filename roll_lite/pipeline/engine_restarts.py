@@ -50,8 +50,6 @@ class JoiningEngines:
 
 
 class EngineRestarts:
-    """Starts replacements of lost engines and, with `joining`, further engines."""
-
     def __init__(
         self,
         engines: Engines,
@@ -237,7 +235,7 @@ class EngineRestarts:
         self._starts[engine] = _Start([actor.until_placed.remote(), actor.initialize.remote(engine % turns, turns, False)])
 
     def _starts_beside(self, engine: int) -> bool:
-        """Return True while another engine starts on the same GPU: each measures free memory."""
+        """Return True while another engine starts on the same GPU."""
         turns = self._engines.turns
         return any(other // turns == engine // turns and start.place is None for other, start in self._starts.items())
 

@@ -1,9 +1,8 @@
 """Recover from the loss of a training rank, of the rollout service or of a judge.
 
-If a rank of a trained model is lost, all trained models load the newest checkpoint or in-memory copy, and repeat later updates on batches
-kept by the driver. If the rollout service is lost, it restarts in its state after the last step, without the kept batches' tokens. It also
-restarts if an engine's node is lost with tokens that a rank needs. If lost batches are needed to repeat updates, the run repeats whole
-steps, generation included.
+If a trained model's rank is lost, all trained models load the newest checkpoint or in-memory copy, and repeat later updates on batches kept
+by the driver. The rollout service restarts in its state after the last step if it is lost, or tokens on an engine's node that a rank needs.
+The kept batches are then lost; if updates must be repeated, the run repeats whole steps.
 """
 
 from __future__ import annotations

@@ -97,7 +97,6 @@ def refused(before: Mapping[str, Any], now: Mapping[str, Any], is_trained: bool)
 
 
 def started_anew(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return keys of STARTS_ANEW with changed settings."""
     found = list(changes(before, now))
     return [part for part, (_, settings) in STARTS_ANEW.items() if any(covers(settings, change.path) for change in found)]
 

@@ -272,7 +272,6 @@ class RLVRPipeline:
 
     @property
     def repeats(self) -> bool:
-        """True while a lost update is repeated."""
         return isinstance(self.journal, Unrecorded)
 
     def compare(self, version: int, rows: DataProto, found: list[SampleSums]) -> None:

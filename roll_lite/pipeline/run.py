@@ -112,9 +112,8 @@ class PhaseLimits:
     none."""
 
     def __init__(self, limits: LimitsConfig, streams: bool = False, transfer_s: float = 0.0, warmup_steps: int = 0) -> None:
-        """`streams`: log-probs may be computed during generation, so `log_probs` varies. Its limit follows `train`, which has the same
-        tokens and takes longer. `transfer_s`: timeout of a weight transfer, whose end names the engine at fault.
-        `warmup_steps`: first steps, which train the critic alone."""
+        """`streams`: log-probs may be computed during generation, so `log_probs` varies; its limit follows `train`, which takes longer.
+        `transfer_s`: a weight transfer's own timeout. `warmup_steps`: first steps, which train the critic alone."""
         self._limits = limits
         self._transfer_s = transfer_s
         self._warmup_steps = warmup_steps

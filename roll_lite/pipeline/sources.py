@@ -351,7 +351,6 @@ class Validations:
 
     @property
     def under_way(self) -> int | None:
-        """Step of the running validation, if any."""
         return None if self._running is None else self.step
 
     def begin(self, step: int, version: int) -> None:

@@ -85,21 +85,20 @@ class WeightSync:
     def push(self, version: int) -> Pushed | None:
         """Send weights to all living engines or, if these have the version, to newcomers. None if no engine needs them."""
         if self._drops_weights or version != self._version:
-            pushed = self._send(version, lambda: self._restarts.living((EngineMemory.KV_CACHE,)), holds=True)
+            pushed = self._send(version, lambda: self._restarts.living((EngineMemory.KV_CACHE,)), holds_requests=True)
             self._rollouts.one(RolloutWorker.set_version, version)
             self._version = version
             return pushed
         return self.send_to_newcomers(version)
 
     def send_to_newcomers(self, version: int) -> Pushed | None:
-        return self._send(version, lambda: self._restarts.newcomers, holds=False) if self._restarts.newcomers else None
+        return self._send(version, lambda: self._restarts.newcomers, holds_requests=False) if self._restarts.newcomers else None
 
-    def _send(self, version: int, engines: Callable[[], list[int]], holds: bool) -> Pushed | None:
-        """`holds`: the rollout service holds requests until it gets the version, unless all engines are newcomers."""
+    def _send(self, version: int, engines: Callable[[], list[int]], holds_requests: bool) -> Pushed | None:
         with self._model.loaded(states(Phase.SYNC_WEIGHTS)):
             pushed = None
             while pushed is None and (receivers := engines()):
-                pushed = self._update(version, receivers, holds)  # None: an engine was lost; connect again, send all to the others
+                pushed = self._update(version, receivers, holds_requests)  # None: an engine was lost; send all to the others
             if pushed is not None and self._config.verify != "none":
                 started = time.monotonic()
                 self._verify(version, receivers)
@@ -133,14 +132,14 @@ class WeightSync:
         """Return the actor, to be loaded for `push`; None if nothing is to be sent."""
         return self._model if self._drops_weights or version != self._version or self._restarts.newcomers else None
 
-    def _update(self, version: int, receivers: list[int], holds: bool) -> Pushed | None:
+    def _update(self, version: int, receivers: list[int], holds_requests: bool) -> Pushed | None:
         """Update the engines `receivers`. None if one was lost: others may then mix old and new weights."""
         if self._plan is not None and (list(self._plan.engines) != receivers or self._restarts.newcomers):
             self._plan = None
         plan = self._plan = self._plan or self._connect(receivers)
         if plan is None:
             return None
-        if holds and receivers != self._restarts.newcomers:  # some of them generate
+        if holds_requests and receivers != self._restarts.newcomers:  # some of them generate
             self._rollouts.one(RolloutWorker.hold)
         started = time.monotonic()
         engines = self._engines.start_each_own(InferWorker.update_weights, dict.fromkeys(plan.engines, plan.routes), version)

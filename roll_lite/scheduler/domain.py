@@ -88,7 +88,7 @@ class _Live:
 
 
 def _age(live: _Live) -> tuple[int, int]:
-    """Sort key, oldest first: a resumed group without saved samples is newer than its number says."""
+    # A resumed group without saved samples is newer than its number says.
     return live.batches_requested, live.number
 
 
@@ -256,7 +256,7 @@ class DomainScheduler:
             )
 
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
-        """Return `count` groups for the current batch in order of admission; None if not ready.
+        """Return `count` groups for the current batch, oldest first; None if not ready.
 
         The batch waits for running groups admitted before `minimum_admission_batch`: they would be too old for the next, and
         dropping slow groups would favour short responses.

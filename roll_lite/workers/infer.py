@@ -36,7 +36,7 @@ LAST_SECONDS = 2.0
 PULSE_SECONDS = 2.0
 """Seconds between a heartbeat's answer and the next heartbeat."""
 FAILED_SECONDS = 10.0
-"""Seconds after a failed call in which a worker reports its own end."""
+"""Seconds for a worker's own report after a failed call."""
 MOST_BLOCKS = 32
 POLL_SECONDS = 10.0
 
@@ -258,7 +258,7 @@ class RemoteEngine(BatchedEngine):
             return cause_of(error)
 
     async def _until_failed(self) -> str:
-        """Wait for a failed call; return its error unless the worker's own report comes first."""
+        """Wait for a failed call, and for the worker's own report."""
         await self._failed.wait()
         await asyncio.sleep(FAILED_SECONDS)
         assert self._dead is not None

@@ -430,7 +430,6 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Return sampling parameters for engines."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,
