@@ -11,7 +11,6 @@ import json
 import linecache
 import os
 import resource
-import select
 import signal
 import site
 import sys
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roll_lite.sandbox.asserts import Tests, find, import_modules, serve
-from roll_lite.sandbox.kernel import OUT_OF_TIME, limit_cpu
+from roll_lite.sandbox.kernel import OUT_OF_TIME, limit_cpu, read_line
 from roll_lite.sandbox.loaded import LOADED
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
@@ -129,21 +128,14 @@ def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list
         finally:
             os._exit(0)
     os.close(there)
-    deadline, parts = time.monotonic() + order["wall_s"], list[bytes]()
     try:
-        poller = select.poll()
-        poller.register(here, select.POLLIN)
-        while poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            parts.append(os.read(here, 1 << 16))
-            if not parts[-1] or parts[-1].endswith(b"\n") or sum(map(len, parts)) > order["most_bytes"]:
-                break
-        else:
-            return {"stopped": "wall"}
+        said = read_line(here, time.monotonic() + order["wall_s"], order["most_bytes"])
+    except TimeoutError:
+        return {"stopped": "wall"}
     finally:
         os.close(here)
         os.kill(pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    said = b"".join(parts)
     if len(said) > order["most_bytes"]:
         return {"stopped": "output"}
     if b"\n" in said:
