@@ -68,7 +68,7 @@ def run_program(order: dict[str, Any]) -> None:
         try:
             sys.stdout.closed  # noqa: B018
         except ValueError:  # detached: its new owner flushes, and Python would exit with 120
-            sys.stdout = None  # type: ignore[assignment]
+            sys.stdout = None
     ctypes.pythonapi.Py_Exit(status & 0xFF)  # joins threads, runs exit functions, finalizes objects and flushes, as Python does
 
 

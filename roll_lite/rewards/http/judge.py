@@ -120,7 +120,7 @@ class JudgeReward(AskingReward):
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         text = "\n\n".join(message["content"] for message in messages)
-        question = {"messages": messages} if self.api == "chat" else {"prompt": text}
+        question: dict[str, Any] = {"messages": messages} if self.api == "chat" else {"prompt": text}
         optional = {"max_tokens": self.max_tokens, "stop": self.stop or None}
         request: dict[str, Any] = {"model": self.model, "temperature": self.temperature, **question}
         request |= {name: value for name, value in optional.items() if value is not None} | (self.extra_body or {})
