@@ -286,7 +286,7 @@ def _run(config: RunConfig, _: argparse.Namespace) -> int:
 
 
 def _reward(config: RunConfig, parsed: argparse.Namespace) -> int:
-    from roll_lite.rewards.preview import Look, chosen_domain, preview
+    from roll_lite.rewards.preview import chosen_domain, preview
 
     if parsed.episodes:
         try:
@@ -297,7 +297,7 @@ def _reward(config: RunConfig, parsed: argparse.Namespace) -> int:
             sys.stderr.write(f"{error}\n")
             return WRONG_CONFIGURATION
     responses = absolute_path(parsed.responses) if parsed.responses else None
-    return preview(config, Look(parsed.domain, parsed.split, parsed.limit or None, responses, parsed.column))
+    return preview(config, parsed.domain, parsed.split, parsed.limit or None, responses, parsed.column)
 
 
 def _simulate(config: RunConfig, parsed: argparse.Namespace) -> int:

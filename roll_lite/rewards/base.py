@@ -138,9 +138,11 @@ class RewardFunction:
         return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score samples in one call. On RewardFailed, the caller scores them one by one; on ResponseSuspected results, only
-        those."""
-        return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
+        """Score samples in one call. The caller scores those with ResponseSuspected one by one; a single sample never gets it."""
+        try:
+            return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
+        except RewardFailed as failure:
+            return [RewardFailed(failure.cause)] if len(items) == 1 else [ResponseSuspected(failure.cause)] * len(items)
 
     async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
         try:

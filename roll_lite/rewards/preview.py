@@ -29,7 +29,7 @@ from roll_lite.data.prompts import PromptSet, Split, load_prompts
 from roll_lite.data.samples import FinishReason, Prompt, RewardInput, Score
 from roll_lite.data.sources import read_rows
 from roll_lite.data.templates import load_tokenizer
-from roll_lite.rewards.base import RewardType, written
+from roll_lite.rewards.base import RewardType
 from roll_lite.rewards.registry import REWARDS, typed_reward
 from roll_lite.rewards.running.reward_process import RewardProcess
 
@@ -43,7 +43,7 @@ LONGEST_CAUSE = 300
 REFERENCES_SHOWN = 10
 COLUMNS = {"prompt #": 0, "prompt": 4, "response": 3, "answer": 2, "extracted": 2, "score": 0, "verdict": 2, "format": 0, "time": 0}
 
-Try = tuple[Prompt, str, str]
+Try = tuple[Prompt, str, FinishReason]
 Item = TypeVar("Item")
 
 
@@ -52,15 +52,6 @@ class Given(BaseModel):
     prompt: Any = None
     prompt_uid: Annotated[int, Field(strict=True)] | None = None
     finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True)
-class Look:
-    domain: str | None
-    split: Split = "train"
-    limit: int | None = 20
-    responses: Path | None = None
-    column: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,24 +77,27 @@ class References:
         return f"references: {len(self.unreadable)} of {self.read}{of_all} cannot be read ({share:.2%})"
 
 
-def preview(config: RunConfig, look: Look) -> int:
+def preview(config: RunConfig, name: str | None, split: Split, limit: int | None, responses: Path | None, column: str | None) -> int:
     looked: list[Looked] = []
-    title = "responses" if look.responses else "reference answers" if look.column is None else f"responses of column {look.column}"
+    title = "responses" if responses else "reference answers" if column is None else f"responses of column {column}"
     references = None
     try:
-        name = chosen_domain(config, look.domain)
+        name = chosen_domain(config, name)
         domain, path = config.domains[name], f"domains.{name}.reward"
-        built_in = typed_reward(domain.reward.name, domain.reward.args, path) if domain.reward.name in REWARDS else None
-        if built_in is not None and built_in.within_a_run:
+        built_in = typed_reward(domain.reward.name, domain.reward.args, path) if domain.reward.name in REWARDS else RewardType()
+        if built_in.within_a_run:
             raise ValueError(f"{path}.name: {domain.reward.name!r} is scored by processes that only a run starts")
-        prompts, tries = _tries(name, config, look, built_in)
+        reads_all = responses is not None or built_in.reads_answer_first
+        prompts = load_prompts(name, domain, split, load_tokenizer(config.model.path), config.domains, None if reads_all else limit)
+        if responses is not None:
+            tries = _given(responses, name, prompts, limit)
+        else:
+            tries = [(prompt, _response(prompt, built_in, column), FinishReason.STOP) for prompt in islice(prompts, limit)]
         with closing(RewardProcess(domain.reward, path)) as reward:
             for prompt, response, reason in _tracked(tries):
-                score, seconds = reward.score(RewardInput.of(prompt, response, reason))
-                looked.append(Looked(prompt, response, score, seconds))
-        if built_in is not None and built_in.reads_answer_first:
-            limit_s = None if look.limit is None else REFERENCES_S
-            references = read_references(domain.reward, path, prompts, limit_s)
+                looked.append(Looked(prompt, response, *reward.score(RewardInput.of(prompt, response, reason))))
+        if built_in.reads_answer_first:
+            references = read_references(domain.reward, path, prompts, None if limit is None else REFERENCES_S)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_USE
@@ -116,9 +110,9 @@ def preview(config: RunConfig, look: Look) -> int:
     failed = any(isinstance(one.score, str) for one in looked)
     wrong = any(not isinstance(one.score, str) and not one.score.is_correct for one in looked)
     if references is not None:
-        render_references(references, shows_all=look.limit is None)
+        render_references(references, shows_all=limit is None)
         wrong = wrong or bool(references.unreadable)
-    return WRONG_ANSWERS if failed or (look.responses is None and wrong) else RIGHT
+    return WRONG_ANSWERS if failed or (responses is None and wrong) else RIGHT
 
 
 def chosen_domain(config: RunConfig, name: str | None) -> str:
@@ -138,30 +132,12 @@ def _tracked(items: Sequence[Item]) -> Iterable[Item]:
 # ---------------------------------------------------------------- responses
 
 
-def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Choose (prompt, response, finish reason) to score. If responses come from a file or all reference answers are checked, load the whole
-    split; otherwise only `look.limit` prompts."""
-    domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
-    reads_all = reward is not None and reward.reads_answer_first
-    if look.responses is not None:
-        given = list(islice(_readable(look.responses, name), look.limit))
-        if not given:
-            raise ValueError(f"--responses: {look.responses} has no response of domain {name}")
-        prompts, by_text = load_prompts(name, domain, look.split, tokenizer, config.domains, None), dict[str, list[Prompt]]()
-        for prompt in prompts:
-            for text in {repr(prompt.text), repr(prompt.question)}:
-                by_text.setdefault(text, []).append(prompt)
-        return prompts, [_chosen(place, one, prompts, by_text) for place, one in given]
-    prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, None if reads_all else look.limit)
-    return prompts, [(prompt, _response(prompt, reward, look), FinishReason.STOP) for prompt in islice(prompts, look.limit)]
-
-
-def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
-    if look.column is not None:
-        if not isinstance(text := prompt.columns.get(look.column), str):
-            raise ValueError(f"--column: prompt {prompt.uid} has no text in the column {look.column!r}; it has {', '.join(prompt.columns)}")
+def _response(prompt: Prompt, reward: RewardType, column: str | None) -> str:
+    if column is not None:
+        if not isinstance(text := prompt.columns.get(column), str):
+            raise ValueError(f"--column: prompt {prompt.uid} has no text in the column {column!r}; it has {', '.join(prompt.columns)}")
         return text
-    response = written(prompt.answer) if reward is None else reward.response_for(prompt.answer)
+    response = reward.response_for(prompt.answer)
     if response is None:
         texts = [
             column for column, value in prompt.columns.items() if isinstance(value, str) and value not in (prompt.question, prompt.answer)
@@ -170,6 +146,17 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
         problem = f"prompt {prompt.uid}: its answer {prompt.answer!r:.80} is no response that could be right"
         raise ValueError(f"{problem}; give {INSTEAD}{there_are}")
     return response
+
+
+def _given(file: Path, domain: str, prompts: PromptSet, limit: int | None) -> list[Try]:
+    by_text: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        for text in {repr(prompt.text), repr(prompt.question)}:
+            by_text.setdefault(text, []).append(prompt)
+    tries = [_chosen(place, one, prompts, by_text) for place, one in islice(_readable(file, domain), limit)]
+    if not tries:
+        raise ValueError(f"--responses: {file} has no response of domain {domain}")
+    return tries
 
 
 def _readable(file: Path, domain: str) -> Iterator[tuple[str, Given]]:

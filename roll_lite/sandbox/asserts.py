@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import secrets
-import select
 import sys
 import time
 import traceback
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from roll_lite.sandbox.inside import Operators, guarded, replaced_by
-from roll_lite.sandbox.kernel import limit_cpu
+from roll_lite.sandbox.kernel import limit_cpu, read_line
 from roll_lite.sandbox.loaded import LOADED, Loaded
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
@@ -152,22 +151,18 @@ class Tests:
         try:
             while message:
                 message = message[os.write(self._peer, message) :]
-            poller = select.poll()
-            poller.register(self._peer, select.POLLIN)
-            found = [self._heard]
-            while b"\n" not in found[-1]:
-                if not poller.poll(max(0.0, self._deadline - time.monotonic()) * 1000):
-                    self._limit_hit = "wall"
-                    self._end("time limit: did not end")
-                found.append(os.read(self._peer, 1 << 20))
-                if not found[-1]:
-                    self._end("the program ended during its tests")
-                if sum(map(len, found)) > LONGEST:
-                    self._end(f"the program returned a value of more than {LONGEST >> 20} MB")
-            line, _, self._heard = b"".join(found).partition(b"\n")
-            return json.loads(line)
+            heard = read_line(self._peer, self._deadline, LONGEST, self._heard)
+        except TimeoutError:
+            self._limit_hit = "wall"
+            self._end("time limit: did not end")
         except ConnectionError:
+            heard = b""
+        line, end, self._heard = heard.partition(b"\n")
+        if len(heard) > LONGEST:
+            self._end(f"the program returned a value of more than {LONGEST >> 20} MB")
+        if not end:
             self._end("the program ended during its tests")
+        return json.loads(line)
 
     def _end(self, why: str) -> NoReturn:
         self._dead_reason = self._dead_reason or why

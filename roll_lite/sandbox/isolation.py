@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 from roll_lite.sandbox import filesystem, kernel, seccomp
 from roll_lite.sandbox.kernel import checked, libc
+from roll_lite.sandbox.usage import read_status
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
@@ -261,15 +263,10 @@ def _own_namespaces(isolation: Isolation, limits: Mapping[str, Any]) -> None:
 def _threads_of(user: int) -> int:
     """Count a user's threads on this machine: outside a user namespace, RLIMIT_NPROC counts them all."""
     total = 0
-    for name in os.listdir("/proc"):  # noqa: PTH208
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/status", encoding="utf-8", errors="replace") as stream:  # noqa: PTH123
-                fields = dict(line.split(":", 1) for line in stream if line.startswith(("Uid:", "Threads:")))
-            total += int(fields["Threads"]) if int(fields["Uid"].split()[0]) == user else 0
-        except (OSError, KeyError, ValueError):  # ended meanwhile, or not visible
-            continue
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
+        with contextlib.suppress(OSError):  # ended meanwhile, or not visible
+            fields = read_status(int(name))
+            total += fields.get(b"Threads:", 0) if fields.get(b"Uid:") == user else 0
     return total
 
 

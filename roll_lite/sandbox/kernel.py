@@ -3,8 +3,11 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import select
 import signal
 import struct
+import sys
+import time
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -57,6 +60,19 @@ def memory_file(content: bytes = b"") -> int:
         stream.write(content)
     os.lseek(file, 0, os.SEEK_SET)
     return file
+
+
+def read_line(file: int, deadline: float, most: int = sys.maxsize, heard: bytes = b"") -> bytes:
+    """Read a pipe or socket up to a line feed, its end, or more than `most` bytes; TimeoutError at `deadline` of the monotonic clock."""
+    poller, parts = select.poll(), [heard]
+    poller.register(file, select.POLLIN)
+    while b"\n" not in parts[-1] and sum(map(len, parts)) <= most:
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError
+        parts.append(os.read(file, 1 << 20))
+        if not parts[-1]:
+            break
+    return b"".join(parts)
 
 
 KILL, PAUSE, RESUME = b" ", b"\t", b"\n"

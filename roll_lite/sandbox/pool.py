@@ -3,7 +3,6 @@ from __future__ import annotations
 import array
 import contextlib
 import json
-import logging
 import os
 import select
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from roll_lite.sandbox.cgroup import remove_group
-from roll_lite.sandbox.kernel import KILL, memory_file
+from roll_lite.sandbox.kernel import KILL, memory_file, read_line
 
 ROOT = str(Path(__file__).resolve().parents[2])
 BOOT = """
@@ -34,8 +33,6 @@ GRACE_S = 10.0
 LINGER_S = 0.2
 START_ATTEMPTS = 3
 """Attempts to start a sandbox: a loaded machine may be slow, or lack namespaces until the kernel removes old ones."""
-
-logger = logging.getLogger(__name__)
 
 
 class SandboxTrouble(Exception):
@@ -118,8 +115,8 @@ ALWAYS = "CPU time, memory, processes, size of files and folder, open files, out
 class Protections:
     kind: str
     held: dict[str, str]
-    why_not: tuple[str, ...] = ()
-    counted: tuple[str, ...] = ()
+    why_not: Sequence[str] = ()
+    counted: Sequence[str] = ()
     """Resources that a control group counts exactly; others are sampled about twenty times a second."""
 
     @property
@@ -190,8 +187,8 @@ class Sandbox:
                 said.seek(0)
                 last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
                 raise SandboxTrouble(f"the sandbox does not start: {'; '.join(filter(None, [str(trouble), last]))}") from trouble
-        self.protections = Protections(hello["kind"], hello["held"], tuple(hello["why_not"]), tuple(hello["counted"]))
-        self._group = hello["group"]
+        self._group = hello.pop("group")
+        self.protections = Protections(**hello)
         return self.protections
 
     def begin(self, program: Program, peer: int = -1) -> None:
@@ -317,19 +314,14 @@ class Sandbox:
             self._running = None
 
     def _hear(self, seconds: float) -> dict[str, Any]:
-        assert self._line is not None
-        self._line.settimeout(seconds)
-        heard = b""
         try:
-            while not heard.endswith(b"\n"):
-                part = self._line.recv(65536)
-                if not part:
-                    raise SandboxDied("the sandbox died")
-                heard += part
+            heard = read_line(self.fileno(), time.monotonic() + seconds)
         except TimeoutError as error:
             raise SandboxDied(f"no word from the sandbox within {seconds:g} s") from error
         except OSError as error:
             raise SandboxDied(f"no word from the sandbox: {error}") from error
+        if not heard.endswith(b"\n"):
+            raise SandboxDied("the sandbox died")
         return dict(json.loads(heard))
 
 
@@ -351,7 +343,6 @@ class SandboxPool:
         except (SandboxTrouble, ValueError):
             self.close()
             raise
-        logger.info("code sandbox: %s", protections.describe())
         return protections
 
     def describe(self) -> str:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-import atexit
 import contextlib
+import ctypes
 import functools
-import gc
 import importlib
 import json
 import linecache
 import os
 import resource
-import select
 import signal
 import site
 import sys
@@ -21,10 +19,10 @@ import time
 import traceback
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn, TextIO
+from typing import Any
 
 from roll_lite.sandbox.asserts import Tests, find, import_modules, serve
-from roll_lite.sandbox.kernel import OUT_OF_TIME, limit_cpu
+from roll_lite.sandbox.kernel import OUT_OF_TIME, limit_cpu, read_line
 from roll_lite.sandbox.loaded import LOADED
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
@@ -44,7 +42,6 @@ def run_program(order: dict[str, Any]) -> None:
     sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
-    printed = sys.stdout
     sys.setrecursionlimit(RECURSION)
     threading.stack_size(STACK)
     sys.argv = ["main.py"]
@@ -67,40 +64,12 @@ def run_program(order: dict[str, Any]) -> None:
         status = 1
         with contextlib.suppress(BaseException):
             traceback.print_exc()
-    _end(printed, status)
-
-
-def _end(printed: TextIO, status: int) -> NoReturn:
-    """End the process like an interpreter: join threads, run exit functions, flush, finalize objects, flush again."""
-    with contextlib.suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-    status = _flushed(status, sys.stdout, printed)  # before names are cleared: a stream of the program may need them
-    sys.stdout = printed
-    with contextlib.suppress(BaseException):
-        for module in [sys.modules[name] for name in ("__main__", FROM_PROGRAM) if name in sys.modules]:
-            for name in [name for name in vars(module) if not name.startswith("__")]:
-                vars(module)[name] = None
-        gc.collect()
-    os._exit(_flushed(status, printed) & 0xFF)
-
-
-def _flushed(status: int, *streams: TextIO | None) -> int:
-    for stream in streams:
+    with contextlib.suppress(AttributeError):
         try:
-            if stream is not None and not _is_closed(stream):
-                stream.flush()
-        except BaseException:
-            status = status or 1
-    return status
-
-
-def _is_closed(stream: TextIO) -> bool:
-    try:
-        return stream.closed
-    except ValueError:  # detached: its new owner flushes the buffer
-        return True
+            sys.stdout.closed  # noqa: B018
+        except ValueError:  # detached: its new owner flushes, and Python would exit with 120
+            sys.stdout = None
+    ctypes.pythonapi.Py_Exit(status & 0xFF)  # joins threads, runs exit functions, finalizes objects and flushes, as Python does
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
@@ -159,21 +128,14 @@ def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list
         finally:
             os._exit(0)
     os.close(there)
-    deadline, parts = time.monotonic() + order["wall_s"], list[bytes]()
     try:
-        poller = select.poll()
-        poller.register(here, select.POLLIN)
-        while poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            parts.append(os.read(here, 1 << 16))
-            if not parts[-1] or parts[-1].endswith(b"\n") or sum(map(len, parts)) > order["most_bytes"]:
-                break
-        else:
-            return {"stopped": "wall"}
+        said = read_line(here, time.monotonic() + order["wall_s"], order["most_bytes"])
+    except TimeoutError:
+        return {"stopped": "wall"}
     finally:
         os.close(here)
         os.kill(pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    said = b"".join(parts)
     if len(said) > order["most_bytes"]:
         return {"stopped": "output"}
     if b"\n" in said:
@@ -235,7 +197,8 @@ def _repl(order: dict[str, Any]) -> None:
                 show_traceback()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        _flushed(0, sys.stdout)
+        with contextlib.suppress(BaseException):  # the code may have closed or replaced it
+            sys.stdout.flush()
         if os.getpid() != own:  # a child that the code has forked
             os._exit(0)
         os.write(PEER, bytes([failed]))

@@ -64,7 +64,7 @@ class Usage:
             try:
                 fields = _fields(process)
                 thread = _living_thread(process, fields)
-                status = _status(process, thread)
+                status = read_status(process, thread)
                 shown = _fields(process, thread)
             except OSError:  # ended meanwhile
                 continue
@@ -115,8 +115,8 @@ class Usage:
         for process in members:
             try:
                 # Read before the open files: a file opened and mapped in between would count as mapped only, with the largest size.
-                maps = _content(process, f"{_living_thread(process, _fields(process))}maps", LONGEST_MAPS)
-                for thread in _tasks_of(process):  # threads may have separate open files, and the main one may have ended
+                maps = read_proc(process, f"{_living_thread(process, _fields(process))}maps", LONGEST_MAPS)
+                for thread in list_tasks(process):  # threads may have separate open files, and the main one may have ended
                     for name in os.listdir(f"/proc/{process}/{thread}fd"):  # noqa: PTH208
                         with contextlib.suppress(FileNotFoundError):
                             seen = os.stat(f"/proc/{process}/{thread}fd/{name}")  # noqa: PTH116
@@ -155,16 +155,16 @@ def _free_bytes(folder: str) -> int:
     return found.f_bfree * found.f_frsize
 
 
-def _content(process: int, name: str, most: int = -1) -> bytes:
+def read_proc(process: int, name: str, most: int = -1) -> bytes:
     with open(f"/proc/{process}/{name}", "rb") as stream:  # noqa: PTH123
         return stream.read(most)
 
 
 def _fields(process: int, thread: str = "") -> list[bytes]:
-    return _content(process, f"{thread}stat").rpartition(b")")[2].split()
+    return read_proc(process, f"{thread}stat").rpartition(b")")[2].split()
 
 
-def _tasks_of(process: int) -> list[str]:
+def list_tasks(process: int) -> list[str]:
     return [f"task/{name}/" for name in os.listdir(f"/proc/{process}/task")]  # noqa: PTH208
 
 
@@ -172,29 +172,29 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
     """Path, relative to /proc/PID, of a living thread if the main thread has ended (/proc/PID then shows no memory); else ""."""
     if fields[0] != b"Z":
         return ""
-    for thread in _tasks_of(process):
+    for thread in list_tasks(process):
         with contextlib.suppress(OSError):
             if _fields(process, thread)[0] not in (b"Z", b"X"):
                 return thread
     return ""
 
 
-def _status(process: int, thread: str = "") -> dict[bytes, int]:
+def read_status(process: int, thread: str = "") -> dict[bytes, int]:
     """Numbers of /proc/PID/status, split only at line feeds: process names may contain other line ends."""
-    lines = [line.split() for line in _content(process, f"{thread}status").split(b"\n")]
+    lines = [line.split() for line in read_proc(process, f"{thread}status").split(b"\n")]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def _has_memory(process: int) -> bool:
     try:
-        return b"VmSize:" in _status(process)
+        return b"VmSize:" in read_status(process)
     except OSError:  # ended meanwhile
         return False
 
 
 def _mappings(process: int, thread: str) -> int:
     try:
-        maps = _content(process, f"{thread}maps", LONGEST_MAPS)
+        maps = read_proc(process, f"{thread}maps", LONGEST_MAPS)
     except OSError:  # ended meanwhile, or not visible
         return 0
     return MOST_MAPPINGS if len(maps) == LONGEST_MAPS else maps.count(b"\n")
@@ -202,6 +202,6 @@ def _mappings(process: int, thread: str) -> int:
 
 def _share(process: int) -> float:
     with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-        running, waiting, *_ = map(int, _content(process, "schedstat").split())
+        running, waiting, *_ = map(int, read_proc(process, "schedstat").split())
         return running / (running + waiting)
     return 1.0

@@ -122,36 +122,44 @@ def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
 
 
 def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
-    if kind == "r" and find is not None:
-        return find(inner)
-    if kind == "a" and find is not None:
-        return importlib.import_module("numpy").array(decode(inner[1], find), dtype=inner[0])
-    if kind == "v":
-        items = decode(inner[1], find)
-        return items if find is None else VIEWS[inner[0]](items)
-    if kind == "o":
-        name, args = inner[0], decode(inner[1], find)
-        if type(args[0]) is not FIRST_ARGUMENT_TYPE.get(name, type(args[0])):
-            raise TypeError(f"{name} of {type(args[0]).__name__}")
-        part = ARGUMENT_TYPE.get(name)
-        if part and not all(type(one) is part and (len(one) if part is str else one.bit_length() // 3) <= LONGEST_NUMBER for one in args):
-            raise TypeError(f"{name} of other than {part.__name__}, or of too long ones")
-        if name == "OrderedDict":
-            _spread([key for key, _ in args[0]])
-        return NAMED[name](*([_spread(args[0])] if name == "frozenset" else args))
-    read: dict[str, Callable[[Any], Any]] = {
-        "i": lambda text: int(text, 16),
-        "f": float,
-        "c": lambda parts: complex(float(parts[0]), float(parts[1])),
-        "b": bytes.fromhex,
-        "t": lambda ones: tuple(decode(one, find) for one in ones),
-        "s": lambda ones: set(_spread([decode(one, find) for one in ones])),
-        "d": lambda pairs: dict(
-            zip(_spread([decode(key, find) for key, _ in pairs]), (decode(one, find) for _, one in pairs), strict=True)
-        ),
-        "a": lambda array: decode(array[1], find),
-    }
-    return read[kind](inner)
+    match kind:
+        case "i":
+            return int(inner, 16)
+        case "f":
+            return float(inner)
+        case "c":
+            return complex(float(inner[0]), float(inner[1]))
+        case "b":
+            return bytes.fromhex(inner)
+        case "t":
+            return tuple(decode(one, find) for one in inner)
+        case "s":
+            return set(_spread([decode(one, find) for one in inner]))
+        case "d":
+            keys = _spread([decode(key, find) for key, _ in inner])
+            return dict(zip(keys, (decode(one, find) for _, one in inner), strict=True))
+        case "r" if find is not None:
+            return find(inner)
+        case "a":
+            items = decode(inner[1], find)
+            return items if find is None else importlib.import_module("numpy").array(items, dtype=inner[0])
+        case "v":
+            items = decode(inner[1], find)
+            return items if find is None else VIEWS[inner[0]](items)
+        case "o":
+            return _object(inner[0], decode(inner[1], find))
+    raise LookupError(kind)
+
+
+def _object(name: str, args: Any) -> Any:
+    if type(args[0]) is not FIRST_ARGUMENT_TYPE.get(name, type(args[0])):
+        raise TypeError(f"{name} of {type(args[0]).__name__}")
+    part = ARGUMENT_TYPE.get(name)
+    if part and not all(type(one) is part and (len(one) if part is str else one.bit_length() // 3) <= LONGEST_NUMBER for one in args):
+        raise TypeError(f"{name} of other than {part.__name__}, or of too long ones")
+    if name == "OrderedDict":
+        _spread([key for key, _ in args[0]])
+    return NAMED[name](*([_spread(args[0])] if name == "frozenset" else args))
 
 
 def _spread(items: list[Any]) -> list[Any]:

@@ -31,7 +31,7 @@ from roll_lite.sandbox.isolation import Isolation, isolate_interpreter, isolate_
 from roll_lite.sandbox.kernel import KILL, PAUSE
 from roll_lite.sandbox.loaded import LOADED
 from roll_lite.sandbox.programs import run_program
-from roll_lite.sandbox.usage import Usage
+from roll_lite.sandbox.usage import Usage, list_tasks, read_proc
 
 WARM = """
 array bisect collections copy datetime decimal fractions functools heapq itertools json math operator queue random re statistics
@@ -265,13 +265,10 @@ def descendants() -> list[int]:
 def _children(pid: int) -> list[int]:
     """Children of all threads of a process: a child belongs to the thread that forked it."""
     found: list[int] = []
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
-    except OSError:  # ended meanwhile
-        return found
-    for thread in threads:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as stream:  # noqa: PTH123
-            found.extend(map(int, stream.read().split()))
+    with contextlib.suppress(OSError):  # ended meanwhile
+        for thread in list_tasks(pid):
+            with contextlib.suppress(OSError):
+                found.extend(map(int, read_proc(pid, f"{thread}children").split()))
     return found
 
 

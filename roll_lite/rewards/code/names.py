@@ -124,22 +124,18 @@ class _Test:
     def __init__(self, source: str) -> None:
         self._source, self.tree = source, ast.parse(source)
         self.used, self.imports, self.bound = set[str](), set[str](), set[str]()
-        from_program, alone, bases = set[str](), set[str](), set[int]()
+        from_program, alone = set[str](), set[str]()
         defined = {"__name__", "__file__", "RUN_TEST_CLASSES"}
         for node in ast.walk(self.tree):
+            if not isinstance(node, ast.Attribute):
+                alone |= {one.id for one in ast.iter_child_nodes(node) if isinstance(one, ast.Name)}
+            if not isinstance(node, ast.alias | ast.keyword):  # the name of a function, class, argument, caught exception or pattern
+                defined |= {name for field in ("name", "arg") if isinstance(name := getattr(node, field, None), str)}
             match node:
-                case ast.Attribute(value=base, attr=attribute):  # walked before its base
-                    bases.add(id(base))
-                    if isinstance(base, ast.Name) and base.id == FROM_PROGRAM:
-                        from_program.add(attribute)
+                case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name == FROM_PROGRAM:
+                    from_program.add(attribute)
                 case ast.Name(id=name, ctx=context):
                     (self.used if isinstance(context, ast.Load) else defined).add(name)
-                    if id(node) not in bases:
-                        alone.add(name)
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
-                    defined.add(name)
-                case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-                    defined.add(name)
                 case ast.Import(names=aliases):
                     self.bound |= {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
                     self.imports |= {f"import {alias.name}" for alias in aliases if alias.name != FROM_PROGRAM}

@@ -43,6 +43,10 @@ class Attempt:
     def is_open(self) -> bool:
         return not self.over and self.failure is None and self.done < len(self.tests)
 
+    @property
+    def must_compile(self) -> bool:
+        return self.language is not None and self.language.compile is not None and not self.artifact
+
     def fail(self, verdict: str) -> None:
         self.verdict = self.verdict or f"test {self.done}: {verdict}"
 
@@ -71,7 +75,6 @@ class Rounds:
     fail_fast: bool
 
     def run(self, backend: Backend, attempts: Sequence[Attempt]) -> None:
-        self._compile(backend, [one for one in attempts if one.language is not None and one.language.compile])
         while waiting := [one for one in attempts if one.is_open]:
             groups = [self._group(one) for one in waiting]
             jobs = [self._job(one, group) for one, group in zip(waiting, groups, strict=True)]
@@ -87,26 +90,12 @@ class Rounds:
             return rest[:alike]
         return rest[: min(alike, MOST_CALLS, 1 + 3 * attempt.done if self.fail_fast else MOST_CALLS)] if rest[0].function else rest[:1]
 
-    def _compile(self, backend: Backend, attempts: Sequence[Attempt]) -> None:
-        jobs = []
-        for one in attempts:
-            assert one.language is not None
-            order = {"kind": "exec", "files": {one.language.file: one.source}, "command": one.language.compile, "keeps_result": True}
-            limits = replace(COMPILE, cpu_s=min(COMPILE.cpu_s, self.total_s), wall_s=min(COMPILE.wall_s, WALL_PER_CPU * self.total_s))
-            jobs.append(Program(order, limits=limits))
-        for attempt, ended in zip(attempts, backend.run_many(jobs) if jobs else [], strict=True):
-            if isinstance(ended, SandboxTrouble):
-                attempt.failure = RewardFailed(f"reward code: {ended}")
-                continue
-            attempt.spent_s += max(ended.cpu_s, ended.seconds / WALL_PER_CPU)
-            if ended.exit != 0 or ended.stopped or not ended.result:
-                attempt.verdict = f"does not compile: {_LIMITS.get(ended.stopped) or _tail(ended.stderr)}"
-                attempt.over = True
-            else:
-                attempt.artifact = ended.result
-
     def _job(self, attempt: Attempt, group: list[Test]) -> Program | Pair:
         language, test, several = attempt.language, group[0], len(group)
+        if language is not None and attempt.must_compile:
+            order = {"kind": "exec", "files": {language.file: attempt.source}, "command": language.compile, "keeps_result": True}
+            limits = replace(COMPILE, cpu_s=min(COMPILE.cpu_s, self.total_s), wall_s=min(COMPILE.wall_s, WALL_PER_CPU * self.total_s))
+            return Program(order, limits=limits)
         left = max(0.05, self.total_s - attempt.spent_s)
         expected = [one.expected if isinstance(one.expected, str) else json.dumps(encode(one.expected)) for one in group]
         needed_kb = max(self.limits.output_kb, *(len(text.encode(errors="replace")) * 2 // 1024 for text in expected)) + 1
@@ -133,6 +122,13 @@ class Rounds:
             attempt.failure = RewardFailed(f"reward code: {ended}")
             return
         attempt.spent_s += max(ended.cpu_s, ended.seconds / WALL_PER_CPU)
+        if attempt.must_compile:
+            if ended.exit == 0 and not ended.stopped:
+                attempt.artifact = ended.result
+            if attempt.must_compile:
+                attempt.verdict = f"does not compile: {_LIMITS.get(ended.stopped) or _tail(ended.stderr)}"
+                attempt.over = True
+            return
         for verdict in self._verdicts(attempt, group, ended):
             attempt.done += 1
             if isinstance(verdict, RewardFailed):

@@ -80,15 +80,17 @@ class ServiceRefused(ResponseSuspected):
     """Refusal of a request by the service, perhaps because of the model's response."""
 
 
+@dataclass(eq=False)
 class _Failed(Exception):
     """Failed request.
 
     `is_refusal`: the response may be to blame. `is_slow`: retry only at other URLs. `wait_s`: pause that the service asks for.
     """
 
-    def __init__(self, cause: str, is_refusal: bool = False, is_slow: bool = False, wait_s: float | None = None) -> None:
-        super().__init__(cause)
-        self.is_refusal, self.is_slow, self.wait_s = is_refusal, is_slow, wait_s
+    cause: str
+    is_refusal: bool = False
+    is_slow: bool = False
+    wait_s: float | None = None
 
 
 @dataclass
@@ -138,7 +140,7 @@ class HttpClient:
                     url.requests -= 1
                 url.failures += 1
                 url.rests_until = monotonic() + (_backoff(url.failures) if failed.wait_s is None else failed.wait_s)
-                causes[shown(url.url)] = str(failed)
+                causes[shown(url.url)] = failed.cause
                 if not any(url.is_available() for url in self._urls):
                     if failed.is_slow or attempt == attempts - 1:
                         break

@@ -116,21 +116,20 @@ class JudgeReward(AskingReward):
         if self.url is None or self.model is None:
             where = "only a run starts the judges of its configuration; give url and model"
             raise RewardFailed(f"reward judge: server {self.server!r} has no address here: {where}")
-        text = self.question_about(sample)
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        prompt = {"prompt": f"{self.system}\n\n{text}" if self.system else text}
-        question = {"messages": [*system, {"role": "user", "content": text}]} if self.api == "chat" else prompt
+        messages = [{"role": "user", "content": self.question_about(sample)}]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        text = "\n\n".join(message["content"] for message in messages)
+        question: dict[str, Any] = {"messages": messages} if self.api == "chat" else {"prompt": text}
+        optional = {"max_tokens": self.max_tokens, "stop": self.stop or None}
         request: dict[str, Any] = {"model": self.model, "temperature": self.temperature, **question}
-        request |= {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
-        request |= {"stop": list(self.stop)} if self.stop else {}
-        request |= self.extra_body or {}
-        said: str | None = None
-        for number in range(self.asks):
-            again = {"temperature": max(request["temperature"], AGAIN_TEMPERATURE)} if number else {}
-            said = await _said(self._client, request | again)
+        request |= {name: value for name, value in optional.items() if value is not None} | (self.extra_body or {})
+        for _ in range(self.asks):
+            said = await _said(self._client, request)
             if said is not None and (verdict := read_verdict(said, self.pattern, self.choices, self.scale)) is not None:
                 value, extracted = verdict
                 return Score(value, None, {"extracted": extracted, "verdict": said[:KEPT_CHARACTERS]})
+            request["temperature"] = max(request["temperature"], AGAIN_TEMPERATURE)
         problem = "did not finish within max_tokens" if said is None else f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
         raise ResponseSuspected(f"reward judge: {f'asked {self.asks} times, ' if self.asks > 1 else ''}the judge {problem}")
 

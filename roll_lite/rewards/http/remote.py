@@ -56,14 +56,11 @@ class RemoteReward(AskingReward):
     def at_once(self) -> int:
         return self.batch_size
 
-    async def __call__(self, samples: list[RewardInput]) -> list[Score | RewardFailed]:
-        return await self._batch(samples)
-
     @cached_property
     def _client(self) -> HttpClient:
         return HttpClient("remote", several(self.url), self)
 
-    async def _batch(self, samples: list[RewardInput], retries: int | None = None) -> list[Score | RewardFailed]:
+    async def __call__(self, samples: list[RewardInput], retries: int | None = None) -> list[Score | RewardFailed]:
         request: dict[str, Any] = {
             "query": [sample.prompt + sample.response for sample in samples],
             "prompts": [sample.prompt for sample in samples],
@@ -78,7 +75,7 @@ class RemoteReward(AskingReward):
             if len(samples) == 1:
                 return [refusal]
             middle = len(samples) // 2
-            return list(chain(*await asyncio.gather(self._batch(samples[:middle], 0), self._batch(samples[middle:], 0))))
+            return list(chain(*await asyncio.gather(self(samples[:middle], 0), self(samples[middle:], 0))))
         except RewardFailed as failure:  # not raised, or each sample would be sent again
             return [failure] * len(samples)
 
@@ -105,8 +102,7 @@ def _scores(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]
             raise ServiceRefused(f"{place}: {len(values)} {name} for {samples} samples")
     found: list[Score | RewardFailed] = []
     for row, (reward, score) in enumerate(zip(read.rewards, scores, strict=True)):
-        told = {name: one[row] if isinstance(one, list) and len(one) == samples else one for name, one in logs.items()}
-        given = {name: one for name, one in {"score": score, **told}.items() if isinstance(one, str | int | float)}
-        details = {name: one if isinstance(one, str) else float(one) for name, one in given.items()}
+        told = {name: one[row] if isinstance(one, list) and len(one) == samples else one for name, one in {"score": score, **logs}.items()}
+        details = {name: one if isinstance(one, str) else float(one) for name, one in told.items() if isinstance(one, str | int | float)}
         found.append(Score(float(reward), None if score is None else score >= CORRECT, details))
     return found

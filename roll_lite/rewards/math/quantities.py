@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -156,25 +157,25 @@ def split_unit(text: str) -> tuple[str, Unit, Fraction]:
 
     Known units (5cm) and words in \text (3\text{ t}) are units. Letters that may be variables are not: 2t and 3 pi have no unit.
     """
-    bare = plain(text)
+    bare, without_unit = plain(text), (text, NO_UNIT, Fraction(1))
     found = UNIT.search(bare, max(0, len(bare) - 100))
     before = bare[: found.start()].rstrip() if found else ""
     if found is None or not re.search(r"[\dA-Za-z]", before):
-        return text, NO_UNIT, Fraction(1)
+        return without_unit
     in_text = " ".join(TEXT.findall(text))
     for index, word in enumerate(re.findall(f"{LETTERS}+", found[2])):
         is_apart = ((index > 0 or found[1] != "") and len(word) > 2) or re.match(f"[{HAN}]", word)
         if not known(word) and (NO_UNIT_WORD.fullmatch(word) or not (is_apart or word in in_text)):
-            return text, NO_UNIT, Fraction(1)
+            return without_unit
     return before, *_unit_of(found[2])
 
 
 @lru_cache(maxsize=4096)
 def _unit_of(text: str) -> tuple[Unit, Fraction]:
     scale, size, times, sign = Fraction(1), Fraction(1), 1, 1
-    exponents: dict[str | None, int] = {}
+    exponents = Counter[str]()
     for name, power in re.findall(r"(/|[^\s/^.]+)(?:\^(-?\d))?", text.replace("²", "^2").replace("³", "^3")):
-        kind, factor = known(name) or (None, Fraction(1))
+        kind, factor = known(name) or ("unknown", Fraction(1))
         if kind == "/":
             sign = -1
         elif kind == "^":
@@ -183,11 +184,11 @@ def _unit_of(text: str) -> tuple[Unit, Fraction]:
             scale *= factor
         else:
             exponent = int(power or times) * sign
-            exponents[kind] = exponents.get(kind, 0) + exponent
+            exponents[kind] += exponent
             size, times = size * factor**exponent, 1
-    if not exponents or None in exponents:
+    if not exponents or "unknown" in exponents:
         return NO_UNIT, scale
-    return (frozenset((kind, power) for kind, power in exponents.items() if kind and power), size), scale
+    return (frozenset((kind, power) for kind, power in exponents.items() if power), size), scale
 
 
 def ratio(one: Unit, other: Unit) -> Fraction | None:

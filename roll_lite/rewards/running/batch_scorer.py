@@ -127,8 +127,6 @@ class BatchScorer:
                 entry.failure = time_out(self._reward.name, self._timeout_s)
                 scored.interrupted = True
                 return entries[: count + 1]
-            except RewardFailed as failure:
-                entry.failure = failure.cause
             entry.seconds = time.monotonic() - started
         return entries
 
@@ -136,10 +134,9 @@ class BatchScorer:
         if self._format_check is not None:
             entry.format_ok = self._format_check(entry.item.response)
         for function in self._single:
-            try:
-                entry.parts[function] = function.run(function.score(entry.item))
-            except RewardFailed as failure:
-                entry.parts[function] = failure
+            [part] = function.run(function.scores([entry.item]))
+            entry.parts[function] = part
+            if isinstance(part, RewardFailed):
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
@@ -162,11 +159,6 @@ class BatchScorer:
                 else:
                     call[0].failure = time_out(self._reward.name, self._timeout_s)
                 return
-            except RewardFailed as failure:
-                if len(call) > 1:
-                    calls = [[one] for one in call] + calls
-                else:
-                    call[0].parts[function] = failure
             for one in call:
                 one.seconds += time.monotonic() - started
 
@@ -188,21 +180,13 @@ class BatchScorer:
         for function in self._asyncs if fresh else []:
             calls = _calls(function, fresh) if function.is_batched else [[entry] for entry in fresh]
             self._tasks |= {asyncio.create_task(self._call_async(function, call)) for call in calls}
-        until = time.monotonic() + WAIT_SECONDS
-        while not any(map(self._is_done, self._under_way)) and time.monotonic() < until:
-            await asyncio.wait(self._tasks, timeout=max(0.0, until - time.monotonic()), return_when=asyncio.FIRST_COMPLETED)
-            self._tidy()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=LINGER_SECONDS)
-            self._tidy()
-
-    def _tidy(self) -> None:
-        for task in [task for task in self._tasks if task.done()]:
-            self._tasks.discard(task)
-            task.result()
+        for seconds, until in ((WAIT_SECONDS, asyncio.FIRST_COMPLETED), (LINGER_SECONDS, asyncio.ALL_COMPLETED)):
+            if self._tasks:
+                ended, self._tasks = await asyncio.wait(self._tasks, timeout=seconds, return_when=until)
+                for task in ended:
+                    task.result()
 
     async def _call_async(self, function: RewardFunction, entries: list[_Entry]) -> None:
-        alone: list[_Entry] = []
         try:
             async with self._turns[function], asyncio.timeout(self._rest(entries)):
                 alone = _note(function, entries, await function.scores(_items(entries)))
@@ -210,12 +194,8 @@ class BatchScorer:
             for entry in entries:
                 entry.is_suspect = len(entries) > 1
                 entry.failure = None if entry.is_suspect else time_out(self._reward.name, self._timeout_s)
-        except RewardFailed as failure:
-            if len(entries) > 1:
-                alone = entries
-            else:
-                entries[0].parts[function] = failure
-        await asyncio.gather(*(self._call_async(function, [entry]) for entry in alone))
+        else:
+            await asyncio.gather(*(self._call_async(function, [entry]) for entry in alone))
 
     def _is_done(self, entry: _Entry) -> bool:
         return entry.is_suspect or not self._unfailed([entry]) or all(function in entry.parts for function in self._asyncs)

@@ -100,10 +100,9 @@ def _is_followed(name: str, arguments: dict[str, Any], texts: list[str]) -> bool
 
 
 def asked_of(sample: RewardInput) -> list[Asked]:
-    columns = sample.columns
-    if columns.get(IDS[1]) is not None:
-        return _paired(columns[IDS[1]], columns.get("kwargs"), f"column {IDS[1]!r}", "column 'kwargs'")
-    together = sample.answer if sample.answer is not None else columns.get(GROUND_TRUTH)
+    if sample.columns.get(IDS[1]) is not None:
+        return _paired(sample.columns, IDS[1], "column ")
+    together = sample.answer if sample.answer is not None else sample.columns.get(GROUND_TRUTH)
     if together is None:
         raise RewardFailed(
             f"reward instruction: column {IDS[1]!r} must hold a list, got None; nor is there a reference answer with instructions"
@@ -121,18 +120,18 @@ def _together(value: Any) -> list[Asked]:
             return [_asked(value[FUNCTION], {key: own for key, own in value.items() if key != FUNCTION})]
         for key in IDS:
             if key in value:
-                return _paired(value[key], value.get("kwargs"), repr(key), "'kwargs'")
+                return _paired(value, key, "")
     elif hasattr(value, "__iter__"):
         return [one for each in value for one in _together(each)]
     raise RewardFailed(f"reward instruction: the reference answer has neither {FUNCTION!r} nor {IDS[0]!r}: {value!r:.200}")
 
 
-def _paired(ids: Any, arguments: Any, where_ids: str, where_arguments: str) -> list[Asked]:
-    names = _list(ids, where_ids)
-    given = _list(arguments, where_arguments) if arguments is not None else [None] * len(names)
+def _paired(row: Mapping[str, Any], key: str, where: str) -> list[Asked]:
+    names = _list(row[key], f"{where}{key!r}")
+    given = _list(row["kwargs"], f"{where}'kwargs'") if row.get("kwargs") is not None else [None] * len(names)
     if not names or len(names) != len(given):
-        raise RewardFailed(f"reward instruction: {len(names)} ids in {where_ids}, {len(given)} arguments in {where_arguments}")
-    return [_asked(name, own) for name, own in zip(names, given, strict=True)]
+        raise RewardFailed(f"reward instruction: {len(names)} ids in {where}{key!r}, {len(given)} arguments in {where}'kwargs'")
+    return list(map(_asked, names, given))
 
 
 def _asked(name: Any, given: Any) -> Asked:
