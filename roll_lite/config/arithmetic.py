@@ -7,12 +7,13 @@ from math import ceil
 from typing import Literal
 
 from roll_lite.config.keep_mask import is_truncated
-from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig
+from roll_lite.config.schema.algorithm import KlInRewardConfig
 from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, SamplingConfig
 from roll_lite.config.schema.losses import CustomLossConfig
 from roll_lite.config.schema.models import (
     Devices,
+    Dtype,
     ForwardRoleConfig,
     InferRoleConfig,
     JudgeServerConfig,
@@ -161,7 +162,7 @@ def planned_updates(config: RunConfig, role: str, steps: int) -> int:
     return trained * config.algorithm.ppo_epochs * config.algorithm.mini_batches
 
 
-def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
+def infer_dtype(config: RunConfig) -> Dtype:
     return config.actor_infer.dtype or config.model.dtype
 
 
@@ -252,11 +253,8 @@ def generates_ahead(config: RunConfig) -> bool:
     return config.rollout.supply != "sync" and config.rollout.max_staleness != 0
 
 
-def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
-    terms: dict[str, KlInRewardConfig | KlInLossConfig] = {
-        "kl_in_reward": config.algorithm.kl_in_reward,
-        "kl_in_loss": config.algorithm.kl_in_loss,
-    }
+def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig]:
+    terms = {"kl_in_reward": config.algorithm.kl_in_reward, "kl_in_loss": config.algorithm.kl_in_loss}
     return {name: term for name, term in terms.items() if term.coef > 0}
 
 
@@ -294,11 +292,16 @@ def extra_token_columns(config: RunConfig) -> tuple[str, ...]:
 
 
 def roles(config: RunConfig) -> dict[str, Role]:
-    named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}
-    reward_models = {f"reward_models.{name}": model for name, model in config.reward_models.items()}
-    judges: dict[str, Role] = {f"judges.{name}": judge for name, judge in config.judges.items()}
-    configured = {name: role for name, role in named.items() if role is not None} | reward_models | judges
-    return {name: role for name, role in configured.items() if (trains(config) if name in TRAINING_ROLES else generates(config))}
+    named: dict[str, Role | None] = {
+        "actor_train": config.actor_train,
+        "actor_infer": config.actor_infer,
+        "reference": config.reference,
+        "critic": config.critic,
+        **{f"reward_models.{name}": model for name, model in config.reward_models.items()},
+        **{f"judges.{name}": judge for name, judge in config.judges.items()},
+    }
+    there = {name: role for name, role in named.items() if role is not None}
+    return {name: role for name, role in there.items() if (trains(config) if name in TRAINING_ROLES else generates(config))}
 
 
 def derive(config: RunConfig) -> BatchArithmetic:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.problems import Problem, did_you_mean, or_nearest
+from roll_lite.config.problems import did_you_mean, or_nearest
+from roll_lite.config.schema.base import Mistakes
 from roll_lite.files import first_line
 
 
@@ -23,22 +24,21 @@ def load_function(name: str, path: str, or_class: bool = False) -> Callable[...,
 
 
 def check_function(
-    path: str,
     key: str,
     name: str,
     arguments: Mapping[str, Any] | None,
     or_class: bool = False,
     given: Collection[str] = (),
     inputs: Sequence[str] = ("its input",),
-) -> Iterator[Problem]:
-    """Check that `name`, the value of setting `path`.`key`, is the dotted path of a function that accepts the arguments the run will pass.
+) -> Mistakes:
+    """Check that `name`, the value of setting `key`, is the dotted path of a function that accepts the arguments the run will pass.
 
-    `inputs`: positional arguments, in words for messages. `arguments`: keyword arguments from the YAML; None: do not check arguments.
+    `inputs`: positional arguments, in words for messages. `arguments`: setting `args`, its keyword arguments; None: do not check arguments.
     `given`: names of keyword arguments that the run adds. `or_class`: a class is allowed too; its arguments are not checked."""
     try:
         function = _find(name, or_class)
     except ValueError as error:
-        yield Problem(f"{path}.{key}", str(error), name)
+        yield key, str(error)
         return
     if arguments is None or isinstance(function, type):
         return
@@ -50,18 +50,17 @@ def check_function(
         taken = signature.bind_partial(*inputs).arguments
     except TypeError:
         place = "its first argument" if len(inputs) == 1 else "its first arguments"
-        yield Problem(f"{path}.{key}", f"the function has to take {' and '.join(inputs)} as {place}", name)
+        yield key, f"the function has to take {' and '.join(inputs)} as {place}"
         return
     free = [one for one in signature.parameters.values() if one.name not in taken]
     by_name = {one.name for one in free if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     for argument in arguments if all(one.kind != one.VAR_KEYWORD for one in free) else ():
         if argument not in by_name:
-            message = f"{name!r} takes no such argument; {did_you_mean(argument, by_name)}"
-            yield Problem(f"{path}.args.{argument}", message, arguments[argument])
+            yield f"args.{argument}", f"{name!r} takes no such argument; {did_you_mean(argument, by_name)}"
     needed = [one.name for one in free if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     if missing := [one for one in needed if one not in arguments and one not in given]:
         offered = f"; of itself the run gives {', '.join(given)}" if given else ""
-        yield Problem(f"{path}.args", f"{name!r} needs {', '.join(missing)}{offered}", dict(arguments))
+        yield "args", f"{name!r} needs {', '.join(missing)}{offered}"
 
 
 def parameters_of(function: Callable[..., Any]) -> set[str]:

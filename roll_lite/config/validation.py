@@ -159,16 +159,15 @@ class _Walker:
                 message = f"is only used by name: {' or '.join(others)}; {discriminator_of(cls)} has the keys {', '.join(cls.model_fields)}"
                 self._refuse((*path, key), value, message)
             return []
-        below, anywhere = ([(dotted(place), one) for place, one in sections(*root)] for root in ((cls, path), ()))
         ours = NAMES_IN_OTHER_TRAINERS.get(key, key)
-        meant = close_names(ours, cls.model_fields)
-        hint = did_you_mean(ours, cls.model_fields)
-        inside = [f"{place}.{ours}" for place, one in below if ours in one.model_fields]
-        elsewhere = inside or [f"{place}.{ours}" for place, one in anywhere if ours in one.model_fields and not meant]
-        if not meant and not elsewhere and (near := close_names(ours, {name for _, one in below for name in one.model_fields}, most=1)):
-            elsewhere = [f"{place}.{near[0]}" for place, one in below if near[0] in one.model_fields]
+        meant, hint = close_names(ours, cls.model_fields), did_you_mean(ours, cls.model_fields)
+        inside = _paths_of_key(ours, cls, path)
+        elsewhere = inside or ([] if meant else _paths_of_key(ours))
+        if not meant and not elsewhere:
+            near = close_names(ours, {name for _, one in sections(cls, path) for name in one.model_fields}, most=1)
+            elsewhere = [found for name in near for found in _paths_of_key(name, cls, path)]
         if elsewhere:
-            hint = f"there is {' and '.join(list(dict.fromkeys(elsewhere))[:3])}" + ("" if inside else f"; {hint}")
+            hint = f"there is {' and '.join(elsewhere[:3])}" + ("" if inside else f"; {hint}")
         self._refuse((*path, key), value, f"unknown key; {hint}")
         return close_names(ours, [name for name in cls.model_fields if name not in data])
 
@@ -183,6 +182,16 @@ def value_at(section: Any, path: str) -> Any:
         section = section[int(key)] if isinstance(section, list) and key.isdigit() else items.get(key, NO_VALUE)
     held = section.values() if isinstance(section, dict) else section if isinstance(section, list) else [section]
     return NO_VALUE if any(isinstance(one, Section) for one in held) else section
+
+
+def texts_in(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (YAML path, text); skip invalid fields."""
+    if isinstance(value, str):
+        yield path, value
+    items = vars(value) if isinstance(value, Section) else value
+    if isinstance(items, dict | list):
+        for key, item in items.items() if isinstance(items, dict) else enumerate(items):
+            yield from texts_in(item, f"{path}.{key}".lstrip("."))
 
 
 @dataclass(frozen=True)
@@ -224,6 +233,11 @@ def sections(cls: type[Section] = RunConfig, path: Path = ()) -> Iterator[tuple[
         inner: Path = () if shape.container is None else ("<name>",) if shape.container is dict else ("<n>",)
         for variant in shape.variants:
             yield from sections(variant, (*path, name, *inner))
+
+
+def _paths_of_key(key: str, cls: type[Section] = RunConfig, path: Path = ()) -> list[str]:
+    """Return the paths of settings with the name `key` in a section and below it."""
+    return list(dict.fromkeys(dotted((*place, key)) for place, one in sections(cls, path) if key in one.model_fields))
 
 
 @cache

@@ -9,7 +9,6 @@ from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
 
-from roll_lite.config.checks.rollout import environment_problems
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.base import readable
 from roll_lite.config.schema.domains import TOOLS_NEED_CHAT, ChatTemplateConfig, DomainConfig, PlainTemplateConfig
@@ -35,7 +34,7 @@ def check_environments(config: RunConfig, makes: bool = True) -> Iterator[Proble
 
 def _environment(config: RunConfig, path: str, domain: DomainConfig, makes: bool) -> Iterator[Problem]:
     settings, place = domain.environment, f"{path}.environment"
-    if settings is None or any(environment_problems(place, settings)):
+    if settings is None or settings.mistakes():
         return
     from roll_lite.environments.build import adapter_of, agent_of, play_of, renderer_of, schemas_of, tools_of
     from roll_lite.environments.episode import Calls
@@ -49,7 +48,7 @@ def _environment(config: RunConfig, path: str, domain: DomainConfig, makes: bool
             problems += _mistake(partial(play_of, settings, f"{place}.function", Calls()))
         case EndpointEnvironmentConfig():
             problems += _mistake(partial(agent_of, settings, f"{place}.function", Calls()))
-        case AdapterSection() if makes and not settings.mistakes():
+        case AdapterSection() if makes:
             load = _in_time(partial(adapter_of, settings, place, Calls()), f"{place}.name", settings.start_timeout_s)
             problems += _mistake(load, lambda made: schemas.extend(made[1]))
         case ToolsEnvironmentConfig():

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeAdapter, ValidationError
 
-from roll_lite.config.problems import NO_VALUE, Problem, did_you_mean
+from roll_lite.config.problems import NO_VALUE, Mistake, Problem, did_you_mean
 from roll_lite.config.schema.base import readable
 from roll_lite.config.schema.domains import DomainConfig, RewardConfig, RewardTermConfig
 from roll_lite.config.schema.run import RunConfig
@@ -93,24 +93,25 @@ def _converted(value: Any, hint: Any, path: str) -> Any:
         raise ValueError(f"{path}: {value!r}: {error.errors()[0]['msg']}") from error
 
 
-def check_rewards(config: RunConfig) -> Iterator[Problem]:
+def check_rewards(config: RunConfig) -> Iterator[Mistake]:
     for name, domain in config.domains.items():
         yield from readable(_reward(config, f"domains.{name}.reward", domain))
 
 
-def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Mistake]:
     yield from readable(_part(config, path, domain, domain.reward))
     for index, term in enumerate(domain.reward.terms):
         yield from readable(_part(config, f"{path}.terms.{index}", domain, term))
 
 
-def _part(config: RunConfig, place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig) -> Iterator[Problem]:
+def _part(config: RunConfig, place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig) -> Iterator[Mistake]:
     if "." in part.name:
-        yield from check_function(place, "name", part.name, part.args, inputs=("the sample",))
+        for key, message in check_function("name", part.name, part.args, inputs=("the sample",)):
+            yield f"{place}.{key}", message
         return
     if part.name not in REWARDS:
         message = f"no such reward; {did_you_mean(part.name, REWARDS)} A function of your own is a dotted path, package.module.function"
-        yield Problem(f"{place}.name", message, part.name)
+        yield f"{place}.name", message
         return
     read = read_arguments(part.name, part.args, f"{place}.args")
     if isinstance(read, list):
@@ -118,11 +119,11 @@ def _part(config: RunConfig, place: str, domain: DomainConfig, part: RewardConfi
         return
     if part is not domain.reward and read.within_a_run:
         message = f"{part.name} gives a domain's reward itself, not a further term of it; make it the reward's type"
-        yield Problem(f"{place}.name", message, part.name)
+        yield f"{place}.name", message
     yield from readable(read.in_run(config, place, domain.reward.timeout_s))
     if read.needs_answer() and domain.data.answer is None:
         message = f"{part.name} ({place}) reads the reference answer: name its column"
-        yield Problem(f"{place.partition('.reward')[0]}.data.answer", message, None)
+        yield f"{place.partition('.reward')[0]}.data.answer", message
     for argument, columns in read.named_columns().items():
         for column, message in columns_missing(domain.data, columns):
             yield Problem(f"{place}.args.{argument}", message, column)

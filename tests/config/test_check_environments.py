@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from roll_lite.config.checks import rollout
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
+from roll_lite.config.schema import base
 from roll_lite.config.schema.domains import TOOLS_NEED_CHAT
 from roll_lite.config.schema.environments import (
     AdapterSection,
@@ -118,7 +118,7 @@ def test_shipped_environments() -> None:
     ],
 )
 def test_mistakes(name: str, overrides: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "find_spec", lambda package: object())
+    monkeypatch.setattr(base, "find_spec", lambda package: object())
     with pytest.raises(ConfigError) as refused:
         load_config(name, CONFIGS, overrides)
     assert re.search(says, str(refused.value)), str(refused.value)
@@ -138,18 +138,18 @@ def test_a_missing_package_is_named_with_its_extra(section: str, monkeypatch: py
     """The extra is named like the section; with the package nothing is wrong, and the environment gives the rewards."""
     name = section.split(",")[0].removeprefix("{name: ")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    monkeypatch.setattr(rollout, "find_spec", lambda package: None)
+    monkeypatch.setattr(base, "find_spec", lambda package: None)
     with pytest.raises(ConfigError) as refused:
         load_config("tiny_guess", CONFIGS, [f"{GUESS}={section}"])
     assert f'{GUESS}.name = "{name}": its package is not installed: pip install "roll_lite[{name}]"' in str(refused.value)
-    monkeypatch.setattr(rollout, "find_spec", lambda package: object())
+    monkeypatch.setattr(base, "find_spec", lambda package: object())
     settings = load_config("tiny_guess", CONFIGS, [f"{GUESS}={section}"]).domains["guess"].environment
     assert isinstance(settings, AdapterSection)
     assert extras[name][0].startswith(settings.package.replace("_", "-"))
 
 
 def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "find_spec", lambda package: object())
+    monkeypatch.setattr(base, "find_spec", lambda package: object())
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     monkeypatch.delitem(sys.modules, "roll_lite.environments.adapters.gym", raising=False)
     with pytest.raises(ConfigError, match=f"{GUESS}.name: importing gymnasium failed: import of gymnasium halted"):
@@ -157,7 +157,7 @@ def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_tools_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "TOOL_PACKAGES", {})
+    monkeypatch.setattr(base, "find_spec", lambda package: object())
     given = f"{CALCULATOR}.tools=[{TURNS}.calculate, python, {{name: mcp, command: [server, --all]}}, {{name: {TURNS}.calculate}}]"
     environment = load_config("tiny_calculator", CONFIGS, [given, f"{CALCULATOR}.turn_timeout_s=20"]).domains["calculator"].environment
     assert isinstance(environment, ToolsEnvironmentConfig)
@@ -171,7 +171,7 @@ def test_tools_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "TOOL_PACKAGES", {"mcp": "no_such_package"})
+    monkeypatch.setattr(base, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=r'tools.0.name = "mcp": its package is not installed: pip install "roll_lite\[mcp\]"'):
         load_config("tiny_calculator", CONFIGS, [f"{CALCULATOR}.tools=[{{name: mcp, url: 'http://localhost'}}]"])
 

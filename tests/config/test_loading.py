@@ -12,7 +12,7 @@ import yaml
 from config_project import Project
 from support_cases import cases
 
-from roll_lite.config.checks.secrets import plain_secrets
+from roll_lite.config.checks.notes import plain_secrets
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.models import VllmStrategyConfig

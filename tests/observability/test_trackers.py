@@ -11,8 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from roll_lite.config.checks import across as check_trackers
-from roll_lite.config.schema.run import TrackerConfig
+from roll_lite.config.schema.run import LOCAL_TRACKERS, TRACKER_PACKAGES, TrackerConfig
 from roll_lite.observability.trackers import (
     TRACKERS,
     HistoryTracker,
@@ -282,4 +281,4 @@ def test_secrets_are_not_shown() -> None:
 
 
 def test_the_configurations_checks_know_the_same_trackers() -> None:
-    assert list(TRACKERS) == [*check_trackers.LOCAL, *check_trackers.SERVICES]
+    assert list(TRACKERS) == [*LOCAL_TRACKERS, *TRACKER_PACKAGES]

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from roll_lite.config.arithmetic import (
-    TRAINING_ROLES,
-    Role,
     generates,
     group_size,
     held_out_path,
@@ -21,26 +18,21 @@ from roll_lite.config.arithmetic import (
     validates,
 )
 from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
-from roll_lite.config.checks.files import FILE_CHECKS
+from roll_lite.config.checks.files import MODEL_FILE_CHECKS
 from roll_lite.config.checks.gpu_only import GPU_CHECKS
 from roll_lite.config.checks.layout import LAYOUT_CHECKS, ROLE_CHECKS
 from roll_lite.config.checks.lora import LORA_CHECKS, LORA_FILE_CHECKS
 from roll_lite.config.checks.rollout import ROLLOUT_CHECKS
 from roll_lite.config.checks.scoring_models import JUDGE_CHECKS, NAME, REWARD_MODEL_CHECKS, SCORING_FILE_CHECKS
-from roll_lite.config.checks.secrets import addresses_without_secrets
-from roll_lite.config.problems import Mistake, Problem, close_names, did_you_mean
+from roll_lite.config.problems import Mistake, Problem, close_names, did_you_mean, secret_in_address
 from roll_lite.config.schema.base import Mistakes, readable
 from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.config.schema.models import TrainRoleConfig
 from roll_lite.config.schema.run import ChaosConfig, RunConfig
-from roll_lite.config.user_function import check_function
-from roll_lite.config.validation import value_at
+from roll_lite.config.validation import texts_in, value_at
 
 OVERALL = "overall"
 SEARCHED = 100_000
-LOCAL = ("jsonl", "tensorboard")
-SERVICES = {name: name for name in ("wandb", "mlflow", "swanlab")}
-SERVICES |= {"prometheus": "prometheus_client", "opentelemetry": "opentelemetry.exporter.otlp.proto.http"}
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
 SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
@@ -48,22 +40,21 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
     """Return problems that checks of single sections cannot find. `further`: additional checks. `files`: False skips files and GPUs."""
-    of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
-    found: list[Mistake] = []
-    for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
-        found += readable(one(config))
-    valid = vars(config)  # without invalid sections
-    sections = [
-        (f"{kind}.{name}", section, checks) for kind, checks in SECTION_CHECKS.items() for name, section in valid.get(kind, {}).items()
-    ]
-    sections += [(name, valid[name], (*ROLE_CHECKS, _decay)) for name in ("actor_infer", *TRAINING_ROLES) if valid.get(name) is not None]
-    for path, section, checks in sections:
-        for each in checks:
-            found += readable(each(config, path, section)) if files or each not in SCORING_FILE_CHECKS else ()
+    run_checks = (*RUN_CHECKS, *FILE_CHECKS, *further) if files else (*RUN_CHECKS, *further)
+    found = [mistake for one in run_checks for mistake in readable(one(config))]
+    for kind, checks in SECTION_CHECKS.items():
+        valid = vars(config).get(kind)  # without invalid sections
+        sections = {f"{kind}.{name}": one for name, one in valid.items()} if isinstance(valid, dict) else {kind: valid} if valid else {}
+        for path, section in sections.items():
+            for each in checks if files else [one for one in checks if one not in SCORING_FILE_CHECKS]:
+                found += readable(each(config, path, section))
     return [one if isinstance(one, Problem) else Problem(*one, value_at(config, one[0])) for one in found]
 
 
-# ---------------------------------------------------------------- the whole run
+def _addresses_without_secrets(config: RunConfig) -> Mistakes:
+    for path, text in texts_in(config):
+        if (what := secret_in_address(text)) is not None:
+            yield path, f"holds {what}, which would be written into logs; remove it, and name a key's variable in api_key_env"
 
 
 def _mini_batches_divide(config: RunConfig) -> Mistakes:
@@ -137,30 +128,6 @@ def _validation_has_data(config: RunConfig) -> Mistakes:
             yield "validation.enabled", f"no domain has held-out prompts; set {data}, or validation.enabled: false"
 
 
-def _trackers(config: RunConfig) -> Iterator[Mistake]:
-    names = [tracker.name for tracker in config.trackers]
-    for index, tracker in enumerate(config.trackers):
-        path, name = f"trackers.{index}", tracker.name
-        if name in names[:index]:
-            yield f"{path}.name", f"trackers.{names.index(name)} is {name} too; keep one"
-        if name in LOCAL and tracker.args:
-            yield f"{path}.args", f"{name} takes no arguments"
-        elif name in SERVICES and not _is_installed(SERVICES[name]):
-            yield f"{path}.name", f'its package is not installed: pip install "roll_lite[{name}]"'
-        elif "." in name:
-            yield from check_function(path, "name", name, tracker.args, or_class=True)
-        elif name not in (*LOCAL, *SERVICES):
-            near = did_you_mean(name, [*LOCAL, *SERVICES])
-            yield f"{path}.name", f"no such tracker; {near} A class of your own is a dotted path, package.module.Class"
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # a package around it is missing
-        return False
-
-
 def _max_model_len(config: RunConfig) -> Mistakes:
     given, longest = config.actor_infer.strategy.max_model_len, max(requests(config), key=lambda one: one.tokens)
     if given is not None and given < longest.tokens:
@@ -184,27 +151,6 @@ def _chaos_targets(config: RunConfig) -> Mistakes:
         yield "chaos.targets", f"the run has no {', '.join(missing)}; it has {', '.join(sorted(there))}"
 
 
-RUN_CHECKS = (
-    addresses_without_secrets,
-    _mini_batches_divide,
-    _critic_and_gae_belong_together,
-    _critic_warmup,
-    _kl_and_reference_belong_together,
-    _average_for_the_reference,
-    _copies_in_memory,
-    _chaos_targets,
-    _validation_sampling,
-    _validation_has_data,
-    _trackers,
-    _max_model_len,
-    *ROLLOUT_CHECKS,
-    *LORA_CHECKS,
-)
-
-
-# ---------------------------------------------------------------- one domain
-
-
 def _domain_name(config: RunConfig, path: str, domain: DomainConfig) -> Mistakes:
     name = path.removeprefix("domains.")
     if not NAME.fullmatch(name):
@@ -213,18 +159,8 @@ def _domain_name(config: RunConfig, path: str, domain: DomainConfig) -> Mistakes
         yield path, f"summary.json keeps {OVERALL!r} for all domains together; choose another name"
 
 
-SECTION_CHECKS: dict[str, Sequence[SectionCheck]] = {
-    "domains": (_domain_name, *DOMAIN_ALGORITHM_CHECKS),
-    "reward_models": (*ROLE_CHECKS, *REWARD_MODEL_CHECKS),
-    "judges": (*ROLE_CHECKS, *JUDGE_CHECKS),
-}
-
-
-# ---------------------------------------------------------------- one role
-
-
-def _decay(config: RunConfig, name: str, role: Role) -> Mistakes:
-    if not isinstance(role, TrainRoleConfig) or not trains(config):
+def _decay(config: RunConfig, name: str, role: TrainRoleConfig) -> Mistakes:
+    if not trains(config):
         return
     path, optimizer, total = f"{name}.optimizer", role.optimizer, planned_updates(config, name, config.steps)
     warmup, steps = optimizer.warmup_steps, optimizer.decay_steps
@@ -241,3 +177,32 @@ def simulated_domains(config: RunConfig) -> Mistakes:
     for name in config.simulation.domains.keys() - config.domains.keys():
         if close_names(name, config.domains.keys() - config.simulation.domains.keys()):
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"
+
+
+RUN_CHECKS: Sequence[Check] = (
+    _addresses_without_secrets,
+    _mini_batches_divide,
+    _critic_and_gae_belong_together,
+    _critic_warmup,
+    _kl_and_reference_belong_together,
+    _average_for_the_reference,
+    _copies_in_memory,
+    _chaos_targets,
+    _validation_sampling,
+    _validation_has_data,
+    _max_model_len,
+    *ROLLOUT_CHECKS,
+    *LORA_CHECKS,
+    *ALGORITHM_CHECKS,
+    *LAYOUT_CHECKS,
+)
+FILE_CHECKS = (*GPU_CHECKS, *MODEL_FILE_CHECKS, *LORA_FILE_CHECKS)
+SECTION_CHECKS: dict[str, Sequence[SectionCheck]] = {
+    "domains": (_domain_name, *DOMAIN_ALGORITHM_CHECKS),
+    "reward_models": (*ROLE_CHECKS, *REWARD_MODEL_CHECKS),
+    "judges": (*ROLE_CHECKS, *JUDGE_CHECKS),
+    "actor_infer": ROLE_CHECKS,
+    "actor_train": (*ROLE_CHECKS, _decay),
+    "reference": ROLE_CHECKS,
+    "critic": (*ROLE_CHECKS, _decay),
+}

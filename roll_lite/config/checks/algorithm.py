@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from roll_lite.config.arithmetic import group_size, kl_terms, longest_sequence
 from roll_lite.config.checks.layout import known_shape
 from roll_lite.config.keep_mask import is_truncated, keep_mask_available
-from roll_lite.config.problems import Problem, show
+from roll_lite.config.problems import show
 from roll_lite.config.schema.base import Mistakes
 from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, DomainConfig, rewards_turns
-from roll_lite.config.schema.losses import GIVEN_TO_LOSSES, CustomAdvantageConfig, CustomLossConfig, ReinforcePlusPlusAdvantageConfig
+from roll_lite.config.schema.losses import ReinforcePlusPlusAdvantageConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.config.user_function import check_function
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg", "gigpo")
 REWARDS_TURNS = ("gae", "reinforce", "reinforce_plus_plus", "gigpo", "custom")
@@ -24,11 +21,11 @@ def compares_groups(config: RunConfig) -> bool:
 
 
 def _routing_replay(config: RunConfig) -> Mistakes:
-    replay, shape = config.algorithm.routing_replay, known_shape(config.model.path)
-    if replay != "none" and shape is not None and shape.experts is None:
-        yield "algorithm.routing_replay", "the model has no experts to choose; use none"
-    elif replay == "rollout" and config.mode == "train_only":
+    replay = config.algorithm.routing_replay
+    if replay == "rollout" and config.mode == "train_only":
         yield "algorithm.routing_replay", "dumps of past rollouts do not say which experts the engine used; use train or none"
+    elif replay != "none" and known_shape(config.model.path).experts is None:
+        yield "algorithm.routing_replay", "the model has no experts to choose; use none"
 
 
 def _mismatch_correction(config: RunConfig) -> Mistakes:
@@ -39,16 +36,6 @@ def _mismatch_correction(config: RunConfig) -> Mistakes:
             "set rollout.keep_mask: true, or sample without top_p, top_k, min_p and min_tokens"
         )
         yield "algorithm.mismatch_correction", message
-
-
-def _own_functions(config: RunConfig) -> Iterator[Problem]:
-    advantage, loss, mask = config.algorithm.advantage, config.algorithm.policy_loss, config.algorithm.masks.function
-    if isinstance(advantage, CustomAdvantageConfig):
-        yield from check_function("algorithm.advantage", "function", advantage.function, advantage.args)
-    if isinstance(loss, CustomLossConfig):
-        yield from check_function("algorithm.policy_loss", "function", loss.function, loss.args, given=GIVEN_TO_LOSSES)
-    if mask is not None:
-        yield from check_function("algorithm.masks", "function", mask, {})
 
 
 def _turn_rewards(config: RunConfig) -> Mistakes:
@@ -67,10 +54,7 @@ def _turn_rewards(config: RunConfig) -> Mistakes:
 def _full_kl(config: RunConfig) -> Mistakes:
     """Check that the object store has room for what KL estimator `full` needs: each token's log-probs of the whole vocabulary."""
     full = [name for name, term in kl_terms(config).items() if term.estimator == "full"]
-    shape = known_shape(config.model.path)
-    if not full or shape is None:
-        return
-    longest = longest_sequence(config)
+    shape, longest = known_shape(config.model.path), longest_sequence(config)
     samples = config.rollout.prompts_per_step * max(group_size(config, domain) for domain in config.domains.values())
     megabytes = samples * longest * shape.vocab_size * 4 * (1 + ("kl_in_reward" in full)) / 2**20
     if megabytes > config.ray.object_store_mb / 2:
@@ -108,16 +92,15 @@ def _validation_stop_tokens(config: RunConfig) -> Mistakes:
 
 
 def _no_tokens(config: RunConfig, path: str, tokens: list[int]) -> Mistakes:
-    shape = known_shape(config.model.path)
-    if shape is not None and (beyond := [token for token in tokens if token >= shape.vocab_size]):
-        yield path, f"{beyond[0]} is no token of the model, whose vocabulary has {shape.vocab_size} (0 to {shape.vocab_size - 1})"
+    size = known_shape(config.model.path).vocab_size
+    if beyond := [token for token in tokens if token >= size]:
+        yield path, f"{beyond[0]} is no token of the model, whose vocabulary has {size} (0 to {size - 1})"
 
 
 ALGORITHM_CHECKS = (
     _turn_rewards,
     _routing_replay,
     _mismatch_correction,
-    _own_functions,
     _full_kl,
     _something_can_train,
     _remax,
@@ -143,8 +126,7 @@ def _keep_mask(config: RunConfig, path: str, domain: DomainConfig) -> Mistakes:
         return
     name = next(name for name, off in TRUNCATION.items() if getattr(sampling, name) != off)
     if config.rollout.keep_mask:
-        shape = known_shape(config.model.path)
-        if shape is not None and (reason := keep_mask_available(sampling, shape.vocab_size)) is not None:
+        if (reason := keep_mask_available(sampling, known_shape(config.model.path).vocab_size)) is not None:
             yield f"{path}.sampling.{name}", f"rollout.keep_mask: {reason}"
     elif config.algorithm.old_log_probs == "rollout":
         message = (

@@ -91,4 +91,4 @@ def _read_model(
         return shape, None
 
 
-FILE_CHECKS = (_model, _critic)
+MODEL_FILE_CHECKS = (_model, _critic)

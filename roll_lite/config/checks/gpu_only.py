@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 
 from roll_lite.config.arithmetic import adapters_of_engines, device_numbers, generates, infer_dtype, replays_engines, roles, trains
 from roll_lite.config.checks import layout
-from roll_lite.config.schema.base import Mistakes
+from roll_lite.config.schema.base import Mistakes, Refused
 from roll_lite.config.schema.models import SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 
@@ -22,27 +23,27 @@ def _fp8_rollouts(config: RunConfig) -> Mistakes:
     strategy = config.actor_infer.strategy
     if not generates(config) or strategy.quantization != "fp8":
         return
-    path, shape = "actor_infer.strategy.quantization", layout.known_shape(config.model.path)
+    path = "actor_infer.strategy.quantization"
     if (dtype := infer_dtype(config)) != "bfloat16":
         yield path, f"weights are quantised from bfloat16, actor_infer.dtype (where absent, model.dtype) is {dtype}; use bfloat16, or none"
     if trains(config) and not config.algorithm.weighs_by_rollout:
         remedy = "set algorithm.mismatch_correction (weight: {level: token, high: 2.0}), or old_log_probs: rollout"
         yield path, f"engines in fp8 sample from another policy than the one that trains; {remedy}"
-    is_sglang = config.mode == "full" and isinstance(strategy, SglangStrategyConfig)
-    if is_sglang and shape is not None and shape.model_type not in SGLANG_FP8:
-        families = " and ".join(SGLANG_FP8)
-        yield path, f"SGLang takes new weights in fp8 for {families} only, the model is a {shape.model_type}; use vllm, or none"
+    family = layout.known_shape(config.model.path).model_type
+    if config.mode == "full" and isinstance(strategy, SglangStrategyConfig) and family not in SGLANG_FP8:
+        yield path, f"SGLang takes new weights in fp8 for {' and '.join(SGLANG_FP8)} only, the model is a {family}; use vllm, or none"
 
 
 def _heads_of_vllm(config: RunConfig) -> Mistakes:
     if layout.runs_on_cluster(config) or layout.gpus_visible():
         return
-    for name, role in roles(config).items():
-        shape = layout.known_shape(layout.model_folder(config, role)) if isinstance(role.strategy, VllmStrategyConfig) else None
-        if shape is not None and shape.head_dim not in VLLM_CPU_HEADS:
-            sizes = ", ".join(map(str, VLLM_CPU_HEADS))
-            message = f"on a CPU vLLM has no attention for the model's heads of {shape.head_dim} numbers (it has for {sizes}); use sglang"
-            yield f"{name}.strategy.name", message
+    on_vllm = {name: role for name, role in roles(config).items() if isinstance(role.strategy, VllmStrategyConfig)}
+    for name, role in on_vllm.items():
+        with suppress(Refused):  # unreadable; other roles' models may be readable
+            if (size := layout.known_shape(layout.model_folder(config, role)).head_dim) not in VLLM_CPU_HEADS:
+                sizes = ", ".join(map(str, VLLM_CPU_HEADS))
+                message = f"on a CPU vLLM has no attention for the model's heads of {size} numbers (it has for {sizes}); use sglang"
+                yield f"{name}.strategy.name", message
 
 
 def _adapters_alone(config: RunConfig) -> Mistakes:

@@ -20,7 +20,7 @@ from roll_lite.config.arithmetic import (
     tensor_parallel_fits,
 )
 from roll_lite.config.placement import ranges
-from roll_lite.config.schema.base import Mistakes
+from roll_lite.config.schema.base import Mistakes, Refused
 from roll_lite.config.schema.models import (
     CriticRoleConfig,
     EngineStrategyConfig,
@@ -48,34 +48,8 @@ def _device_list(config: RunConfig, name: str, role: Role) -> Mistakes:
         yield f"{name}.devices", f"{factors} does not divide {len(numbers)} devices into whole {what}; use a multiple of {size}"
 
 
-def _replicas_share_a_device(config: RunConfig, name: str, role: Role) -> Mistakes:
-    if isinstance(role, InferRoleConfig) and role.replicas_per_device > 1 and (size := model_parallel_size(role)) > 1:
-        yield f"{name}.replicas_per_device", f"a replica has {size} devices of its own (tensor_parallel); use 1"
-
-
-def _joining_engines(config: RunConfig, name: str, role: Role) -> Mistakes:
-    if not isinstance(role, InferRoleConfig) or role.most_replicas is None:
-        return
-    size, place = model_parallel_size(role), f"{name}.most_replicas"
-    first = len(device_numbers(role.devices)) // size
-    if role.most_replicas < first:
-        yield place, f"{role.most_replicas} is less than the {first} replicas that {name}.devices makes; raise it, or lower the devices"
-    if config.placement.nodes is not None and size > config.placement.devices_per_node:
-        yield place, f"a replica of {size} devices spans nodes, and only replicas on one node can join a run; remove it"
-    for is_so, why in (
-        (role.offload, f"engines that join have devices of their own, and {name}.offload shares them; use offload: false"),
-        (role.replicas_per_device > 1, f"engines that join have devices of their own; use {name}.replicas_per_device: 1"),
-        (role.restarts == 0, f"an engine joins as a lost one returns, and {name}.restarts is 0; raise it"),
-        (config.deterministic, "a sample would depend on how many engines there are; use deterministic: false"),
-    ):
-        if is_so:
-            yield place, why
-
-
 def _sizes_fit_the_model(config: RunConfig, name: str, role: Role) -> Mistakes:
     shape, strategy = known_shape(model_folder(config, role)), role.strategy
-    if shape is None:
-        return
     is_trainer, parts = isinstance(strategy, MegatronStrategyConfig), getattr(strategy, "tensor_parallel", 1)
     head_dim = shape.head_dim if is_trainer else None
     fits = [size for size in range(1, shape.heads + 1) if tensor_parallel_fits(size, shape.heads, shape.kv_heads, head_dim)]
@@ -90,7 +64,7 @@ def _sizes_fit_the_model(config: RunConfig, name: str, role: Role) -> Mistakes:
 
 def _experts(config: RunConfig, name: str, role: Role) -> Mistakes:
     shape, strategy = known_shape(model_folder(config, role)), role.strategy
-    if shape is None or not isinstance(strategy, MegatronStrategyConfig):
+    if not isinstance(strategy, MegatronStrategyConfig):
         return
     parallel, tensor = strategy.expert_parallel, strategy.expert_tensor_parallel
     if shape.experts is None:
@@ -121,7 +95,7 @@ def _experts(config: RunConfig, name: str, role: Role) -> Mistakes:
 
 def _experts_in_engines(config: RunConfig, name: str, role: Role) -> Mistakes:
     shape, strategy = known_shape(model_folder(config, role)), role.strategy
-    if shape is None or not isinstance(strategy, EngineStrategyConfig):
+    if not isinstance(strategy, EngineStrategyConfig):
         return
     tensor, expert, path = strategy.tensor_parallel, strategy.expert_parallel, f"{name}.strategy.expert_parallel"
     if expert > 1 and shape.experts is None:
@@ -136,8 +110,8 @@ def _experts_in_engines(config: RunConfig, name: str, role: Role) -> Mistakes:
 
 
 def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Mistakes:
-    strategy, shape = role.strategy, known_shape(model_folder(config, role))
-    if not isinstance(strategy, MegatronStrategyConfig) or strategy.recompute != "selective" or shape is None:
+    shape, strategy = known_shape(model_folder(config, role)), role.strategy
+    if not isinstance(strategy, MegatronStrategyConfig) or strategy.recompute != "selective":
         return
     modules = strategy.recompute_modules or ()
     if "moe" in modules and shape.experts is None:
@@ -146,20 +120,29 @@ def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Mistakes:
         yield f"{name}.strategy.recompute_modules", "mlp: all layers of the model have experts; use moe"
 
 
-ROLE_CHECKS = (
-    _device_list,
-    _replicas_share_a_device,
-    _joining_engines,
-    _sizes_fit_the_model,
-    _recomputed_modules,
-    _experts,
-    _experts_in_engines,
-)
+ROLE_CHECKS = (_device_list, _sizes_fit_the_model, _recomputed_modules, _experts, _experts_in_engines)
+
+
+def _joining_engines(config: RunConfig) -> Mistakes:
+    role, place = config.actor_infer, "actor_infer.most_replicas"
+    if role.most_replicas is None:
+        return
+    if role.offload:
+        yield place, "engines that join have devices of their own, and actor_infer.offload shares them; use offload: false"
+    if config.deterministic:
+        yield place, "a sample would depend on how many engines there are; use deterministic: false"
+    size = model_parallel_size(role)
+    first = len(device_numbers(role.devices)) // size
+    if role.most_replicas < first:
+        message = f"{role.most_replicas} is less than the {first} replicas that actor_infer.devices makes"
+        yield place, f"{message}; raise it, or lower the devices"
+    if config.placement.nodes is not None and size > config.placement.devices_per_node:
+        yield place, f"a replica of {size} devices spans nodes, and only replicas on one node can join a run; remove it"
 
 
 def _model_is_long_enough(config: RunConfig) -> Mistakes:
     shape, ptx = known_shape(config.model.path), config.algorithm.ptx
-    if shape is None or shape.max_positions is None:
+    if shape.max_positions is None:
         return
     more = f"is more than the model's {shape.max_positions} positions (max_position_embeddings)"
     if ptx is not None and ptx.max_tokens > shape.max_positions:
@@ -177,7 +160,7 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
 def _engine_knows_the_model(config: RunConfig) -> Mistakes:
     """Refuse models that SGLang computes differently: it ignores Mistral's sliding window, and gives all layers experts if any has them."""
     shape = known_shape(config.model.path)
-    if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
+    if not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
     if shape.experts is not None and shape.feed_forward is not None:
         message = "SGLang takes every layer of the model for one with experts, which some are not; use vllm"
@@ -205,10 +188,9 @@ def _verified_weights(config: RunConfig) -> Mistakes:
 
 def unreadable_weights(config: RunConfig) -> tuple[str, str] | None:
     """Return (pattern of the names of tensors whose copies in engines cannot be compared, reason); None if all can."""
-    strategy, shape = config.actor_infer.strategy, known_shape(config.model.path)
-    if strategy.quantization == "fp8" and adapters_of_engines(config) is None:
+    if config.actor_infer.strategy.quantization == "fp8" and adapters_of_engines(config) is None:
         return r"_proj\.|\.gate\.", "matrices of layers: an engine in fp8 does not hold them bit for bit"
-    if shape is not None and shape.experts is not None and (gpus_visible() or runs_on_cluster(config)):
+    if known_shape(config.model.path).experts is not None and (gpus_visible() or runs_on_cluster(config)):
         return r"\.experts\.", "experts: what an engine's kernels make of experts on a GPU is not read back"
     return None
 
@@ -231,6 +213,7 @@ def _experts_over_an_update(config: RunConfig) -> Mistakes:
 
 
 LAYOUT_CHECKS = (
+    _joining_engines,
     _verified_weights,
     _experts_over_an_update,
     _model_is_long_enough,
@@ -279,12 +262,12 @@ def gpus_visible() -> bool:
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def known_shape(folder: Path) -> ModelShape | None:
-    """Sizes of a model; None if unreadable, which checks/files.py reports."""
+def known_shape(folder: Path) -> ModelShape:
+    """Sizes of a model; Refused if unreadable, which checks/files.py reports."""
     try:
         return read_model_shape(folder)
-    except ValueError:
-        return None
+    except ValueError as error:
+        raise Refused(str(folder)) from error
 
 
 def _listed(numbers: list[int]) -> str:

@@ -9,9 +9,10 @@ from roll_lite.models.adapter_files import VLLM_RANKS, adapter_problems
 
 
 def _layers(config: RunConfig) -> Mistakes:
-    lora, strategy, shape = config.actor_train.lora, config.actor_train.strategy, known_shape(config.model.path)
-    if lora is None or shape is None:
+    lora, strategy = config.actor_train.lora, config.actor_train.strategy
+    if lora is None:
         return
+    shape = known_shape(config.model.path)
     if strategy.tensor_parallel > shape.kv_heads:
         heads = f"{shape.kv_heads} key/value heads, which adapters are cut by; use at most {shape.kv_heads}, or no lora"
         yield "actor_train.strategy.tensor_parallel", f"is more than the model's {heads}"

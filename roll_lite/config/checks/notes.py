@@ -13,7 +13,7 @@ from roll_lite.config.checks.gpu_only import gpu_notes
 from roll_lite.config.checks.layout import model_folder, runs_on_cluster, sharing_notes, verify_notes
 from roll_lite.config.checks.lora import reference_notes
 from roll_lite.config.checks.rollout import staleness_notes
-from roll_lite.config.checks.secrets import plain_secrets
+from roll_lite.config.problems import LEFT_OUT
 from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.models import (
     FEED_FORWARD,
@@ -26,6 +26,7 @@ from roll_lite.config.schema.models import (
     VllmStrategyConfig,
 )
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.validation import texts_in
 from roll_lite.files import free_bytes
 from roll_lite.hub import config_notation, lacks_weights
 from roll_lite.models.hf_config import read_hf_config, read_model_shape
@@ -155,6 +156,14 @@ def hub_notes(config: RunConfig) -> list[str]:
     return [
         f"{name}: the weights of {config_notation(folder)} are downloaded, and checked, when a run starts"
         for folder, name in missing.items()
+    ]
+
+
+def plain_secrets(config: RunConfig) -> list[str]:
+    return [
+        f"{path} is left out ({LEFT_OUT}) of config.yaml and checkpoints; write ${{oc.env:NAME}} in its place, which they can hold"
+        for path, text in texts_in(config.model_dump(mode="json"))
+        if text == LEFT_OUT
     ]
 
 

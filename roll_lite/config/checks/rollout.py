@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from importlib.util import find_spec
-
 from roll_lite.config.arithmetic import (
     TRAINING_ROLES,
     adapters_of_engines,
@@ -13,25 +9,9 @@ from roll_lite.config.arithmetic import (
     replays_engines,
     validates,
 )
-from roll_lite.config.problems import Mistake
-from roll_lite.config.schema.base import Mistakes, readable
-from roll_lite.config.schema.environments import (
-    AdapterSection,
-    EndpointEnvironmentConfig,
-    EnvironmentConfig,
-    FunctionEnvironmentConfig,
-    FunctionToolConfig,
-    GymEnvironmentConfig,
-    OpenEnvEnvironmentConfig,
-    SearchToolConfig,
-    ToolConfig,
-    ToolsEnvironmentConfig,
-)
+from roll_lite.config.schema.base import Mistakes
+from roll_lite.config.schema.environments import EndpointEnvironmentConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.config.user_function import check_function
-from roll_lite.files import elsewhere, is_file
-
-TOOL_PACKAGES = {"search": "bm25s", "mcp": "mcp"}
 
 
 def _turns(config: RunConfig) -> Mistakes:
@@ -75,61 +55,19 @@ def _early_passes(config: RunConfig) -> Mistakes:
             yield f"{name}.devices", f"{message}; use others, or {path}: false"
 
 
-def _group_filter(config: RunConfig) -> Iterator[Mistake]:
+def _group_filter(config: RunConfig) -> Mistakes:
     chosen = config.rollout.filter
-    if chosen is None:
-        return
-    if "." in chosen.name:
-        yield from check_function("rollout.filter", "name", chosen.name, {}, inputs=("the sample group",))
     single = next((name for name, domain in config.domains.items() if group_size(config, domain) == 1), None)
-    if single is not None and chosen.name in ("accuracy", "std"):
+    if chosen is not None and chosen.name in ("accuracy", "std") and single is not None:
         message = f"groups of domain {single!r} have one sample, whose {chosen.name} says nothing"
         yield "rollout.filter.name", f"{message}; use more samples_per_prompt, or another filter"
 
 
-def _environments(config: RunConfig) -> Iterator[Mistake]:
+def _agents_depend_on_timing(config: RunConfig) -> Mistakes:
     for name, domain in config.domains.items():
-        path = f"domains.{name}.environment"
-        if isinstance(domain.environment, EndpointEnvironmentConfig) and config.deterministic:
-            yield "deterministic", f"which of an agent's requests comes first depends on timing ({path}); use false"
-        yield from environment_problems(path, domain.environment)
-
-
-def environment_problems(path: str, environment: EnvironmentConfig | None) -> Iterator[Mistake]:
-    """Yield the section's mistakes that can be found without making an environment or calling a user's code."""
-    if isinstance(environment, FunctionEnvironmentConfig):
-        inputs = ("a task", "the policy")
-        yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=inputs)
-    elif isinstance(environment, EndpointEnvironmentConfig):
-        if environment.function is not None:
-            inputs = ("a task", "the endpoint")
-            yield from check_function(path, "function", environment.function, environment.args, inputs=inputs)
-        elif environment.command is not None and shutil.which(environment.command[0]) is None:
-            yield f"{path}.command", "is no program on the PATH of this machine"
-    elif isinstance(environment, ToolsEnvironmentConfig):
-        for number, tool in enumerate(environment.tools):
-            yield from readable(_tool(f"{path}.tools.{number}", tool))
-    if isinstance(environment, AdapterSection) and find_spec(environment.package) is None:
-        yield f"{path}.name", f'its package is not installed: pip install "roll_lite[{environment.name}]"'
-    if isinstance(environment, GymEnvironmentConfig):
-        if environment.function is not None:
-            yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=())
-        if environment.action is not None:
-            yield from check_function(path, "action", environment.action, {}, inputs=("the response",))
-    if isinstance(environment, OpenEnvEnvironmentConfig):
-        for key, given in (("action", "the response"), ("observation", "the observation")):
-            if "." in (name := getattr(environment, key) or ""):
-                yield from check_function(path, key, name, {}, inputs=(given,))
-
-
-def _tool(path: str, tool: ToolConfig) -> Iterator[Mistake]:
-    if isinstance(tool, FunctionToolConfig):
-        yield from check_function(path, "name", tool.name, None)
-    if isinstance(tool, SearchToolConfig) and not is_file(tool.corpus):
-        yield f"{path}.corpus", f"there is no such file{elsewhere(tool.corpus)}"
-    package = TOOL_PACKAGES.get(tool.name)
-    if package is not None and find_spec(package) is None:
-        yield f"{path}.name", f'its package is not installed: pip install "roll_lite[{tool.name}]"'
+        if config.deterministic and isinstance(domain.environment, EndpointEnvironmentConfig):
+            message = f"which of an agent's requests comes first depends on timing (domains.{name}.environment); use false"
+            yield "deterministic", message
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
@@ -169,4 +107,4 @@ def _speculation(config: RunConfig) -> Mistakes:
         yield path, "engines with adapters could not be tested; use null, or actor_train.lora.engines: merged"
 
 
-ROLLOUT_CHECKS = (_turns, _early_passes, _group_filter, _least_prompts, _environments, _speculation)
+ROLLOUT_CHECKS = (_turns, _early_passes, _group_filter, _least_prompts, _agents_depend_on_timing, _speculation)

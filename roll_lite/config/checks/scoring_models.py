@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from roll_lite.config.problems import close_names
 from roll_lite.config.schema.base import Mistakes
@@ -20,20 +21,23 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 def _used_by_a_reward(config: RunConfig, path: str, model: RewardModelConfig | JudgeServerConfig) -> Mistakes:
     """Check the name of a reward model or judge, and that a reward uses it. A reward type that seems misspelt, which another check
-    reports, counts as using it."""
+    reports, counts as that type."""
     sections, _, name = path.partition(".")
     what, reward, argument = SCORERS[sections]
     parts: list[RewardConfig | RewardTermConfig] = []
     for domain in config.domains.values():
         parts += [domain.reward, *domain.reward.terms]
-    asked = [part.args.get(argument) for part in parts if part.name == reward and (argument in part.args or "url" not in part.args)]
-    others = [part.name for part in parts if part.name != reward and argument in part.args and "." not in part.name]
-    misspelt = any(close_names(other, [reward]) for other in others)
+    asked: list[Any] = []
+    for part in parts:
+        if argument in part.args and "." not in part.name and close_names(part.name, [reward]):
+            asked.append(part.args[argument])
+        elif part.name == reward and "url" not in part.args:
+            asked.append(None)
     if not NAME.fullmatch(name):
         yield path, f"a {what}'s name is part of file names: a letter, then letters, digits, '_' and '-'"
     models = getattr(config, sections)
     known = all(isinstance(one, str) and one in models for one in asked)  # an unknown name may be a misspelling of this name
-    if name not in asked and not misspelt and known:
+    if name not in asked and known:
         example = f"{{name: {reward}, args: {{{argument}: {name}}}}}"
         yield path, f"no domain uses it; remove the section, or set a domain's reward to {example}"
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.checks.secrets import texts_in
 from roll_lite.config.problems import Problem
+from roll_lite.config.validation import texts_in
 from roll_lite.files import CONFIGS
 
 KEPT = ("run_dir", "checkpoint.resume", "replay.path")
@@ -19,7 +19,7 @@ def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
     if folder != CONFIGS and not Path(os.path.normpath(folder)).is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))
-    for path, text in {"run_dir": "runs", **dict(texts_in(written, ""))}.items():
+    for path, text in {"run_dir": "runs", **dict(texts_in(written))}.items():
         if text.startswith("../"):
             remedy = "start from the folder above, or name an absolute path of the cluster"
             yield Problem(path, f"leads out of the current folder, which is what is uploaded; {remedy}", text)

@@ -25,6 +25,7 @@ from roll_lite.config.schema.losses import (
     PpoLossConfig,
     ValueLossConfig,
 )
+from roll_lite.config.user_function import check_function
 
 # ---------------------------------------------------------------- KL
 
@@ -129,6 +130,11 @@ class MasksConfig(Section):
     """Train only responses with a length in this inclusive range."""
     function: str | None = None
     """Dotted path to your function `RewardRows -> weights [samples]` (docs/algorithms.md). Weights multiply losses; 0 excludes a sample."""
+
+    @rule
+    def _callable(self) -> Mistakes:
+        if self.function is not None:
+            yield from check_function("function", self.function, {})
 
 
 class PtxDataConfig(Section):

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -51,6 +52,8 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(gt=0), below(2**31, "the limit for all numbers here")]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 ZeroToOne = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+BetweenZeroAndOne = Annotated[float, Field(gt=0, lt=1)]
 TimeLimit = NonNegativeFloat | None
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonEmpty = Annotated[list[T], Field(min_length=1)]
@@ -116,3 +119,11 @@ class Section(BaseModel):
     @property
     def parameters(self) -> dict[str, Any]:
         return {field: value for field, value in self if field != "name"}
+
+
+def missing_extra(package: str, extra: str) -> Mistakes:
+    """Yield a mistake if a package of the extra roll_lite[`extra`] is missing."""
+    with suppress(ModuleNotFoundError):  # a package around it is missing
+        if find_spec(package) is not None:
+            return
+    yield "name", f'its package is not installed: pip install "roll_lite[{extra}]"'

@@ -15,6 +15,7 @@ from roll_lite.config.schema.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PositiveShare,
     Section,
     UserPath,
     ZeroToOne,
@@ -22,6 +23,7 @@ from roll_lite.config.schema.base import (
 )
 from roll_lite.config.schema.environments import EnvironmentConfig, ToolsEnvironmentConfig
 from roll_lite.config.text_templates import compile_format, placeholders
+from roll_lite.config.user_function import check_function
 
 
 class DataFilterConfig(Section):
@@ -62,7 +64,7 @@ class DataConfig(Section):
     """Held-out prompts, in the same forms as `train`. All are used; shares in a mapping have no effect."""
     tag: str | None = None
     """Column that says which domain a row belongs to, if several domains read the same files. Each domain lists its values in `tags`."""
-    tags: list[str] = Field(default_factory=list)
+    tags: list[str] = []
     """Values of column `tag` in this domain's rows. A row with a value that no domain lists is an error."""
     filter: DataFilterConfig = DataFilterConfig()
     """Selection of rows."""
@@ -107,7 +109,7 @@ class ChatTemplateConfig(Section):
     """System message; null: none."""
     file: UserPath | None = None
     """Jinja file with the template; null: the tokenizer's template."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] = {}
     """Variables of the template, such as `{enable_thinking: false}`."""
 
 
@@ -122,7 +124,7 @@ StopTexts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_lengt
 class SamplingConfig(Section):
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=GREATEST_TEMPERATURE)] = 1.0
     """Sampling temperature, also used for training log-probs."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: PositiveShare = 1.0
     """Nucleus sampling; 1: off."""
     top_k: NonNegativeInt = 0
     """Sample from the k likeliest tokens; 0: off."""
@@ -134,9 +136,9 @@ class SamplingConfig(Section):
     """Longest response in tokens; longer ones are truncated."""
     min_tokens: NonNegativeInt = 0
     """Shortest response in tokens."""
-    stop: StopTexts = Field(default_factory=list)
+    stop: StopTexts = []
     """Texts that end a response and stay in it; ignored within the first min_tokens tokens."""
-    stop_token_ids: list[NonNegativeInt] = Field(default_factory=list)
+    stop_token_ids: list[NonNegativeInt] = []
     """Token ids that end a response and stay in it, besides the end of sequence."""
 
     @rule
@@ -159,7 +161,7 @@ class HeldOutSamplingConfig(Section):
 
     temperature: _HeldOutTemperature | None = None
     """Sampling temperature; 0: greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: PositiveShare | None = None
     """Nucleus sampling; 1: off."""
     top_k: NonNegativeInt | None = None
     """Sample from the k likeliest tokens; 0: off."""
@@ -199,7 +201,7 @@ class FormatConfig(Section):
 class RewardTermConfig(Section):
     name: str
     """Reward type (docs/rewards.md) or dotted path."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Keyword arguments."""
     weight: float = 1.0
     """Factor of this reward; negative: a penalty; 0: only logged."""
@@ -211,9 +213,9 @@ class RewardConfig(Section):
     name: str
     """Built-in type (docs/rewards.md), or dotted path to your sync or async function `sample -> score`, which may also take a list of
     samples."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Keyword arguments."""
-    terms: list[RewardTermConfig] = Field(default_factory=list)
+    terms: list[RewardTermConfig] = []
     """Further rewards, added with weights. Only the main reward decides whether a sample is correct."""
     workers: PositiveInt = 1
     """Processes that score this domain's samples."""
@@ -301,7 +303,9 @@ class GroupFilterConfig(Section):
             if above is None and below is None:
                 yield "", "has no range, every group trains; set above or below, or remove it"
             return
-        if "." not in self.name:
+        if "." in self.name:
+            yield from check_function("name", self.name, {}, inputs=("the sample group",))
+        else:
             known = did_you_mean(self.name, GROUP_MEASURES)
             yield "name", f"no such filter; {known}, or a dotted path to a function of your own"
         for key in ("above", "below"):

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import shutil
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from roll_lite.config.schema.base import Mistakes, NonEmpty, PositiveFloat, PositiveInt, Section, UserPath, rule
+from roll_lite.config.schema.base import Mistakes, NonEmpty, PositiveFloat, PositiveInt, Section, UserPath, missing_extra, rule
+from roll_lite.config.user_function import check_function
+from roll_lite.files import elsewhere, is_file
 
 CallFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral"]
 
@@ -35,8 +38,12 @@ class FunctionEnvironmentConfig(EnvironmentSection):
     name: Literal["function"]
     function: str
     """Dotted path to a class with `reset` and `step`, or async function `(task, policy)`."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Keyword arguments."""
+
+    @rule
+    def _callable(self) -> Mistakes:
+        yield from check_function("function", self.function, self.args, or_class=True, inputs=("a task", "the policy"))
 
 
 class PythonToolConfig(Section):
@@ -49,7 +56,7 @@ class PythonToolConfig(Section):
     """Memory limit of an interpreter and its child processes in MB."""
     files: str | None = None
     """Data column with files for the interpreter's folder: {file name: text}, or null."""
-    python_path: list[UserPath] = Field(default_factory=list)
+    python_path: list[UserPath] = []
     """Folders that code may import from."""
     allow_unprotected: bool = False
     """Run code even if it cannot be isolated."""
@@ -66,6 +73,15 @@ class SearchToolConfig(Section):
     results: PositiveInt = 5
     """Maximum documents per search."""
 
+    @rule
+    def _searchable(self) -> Mistakes:
+        if not is_file(self.corpus):
+            yield "corpus", f"there is no such file{elsewhere(self.corpus)}"
+
+    @rule
+    def _installed(self) -> Mistakes:
+        yield from missing_extra("bm25s", self.name)
+
 
 class McpToolConfig(Section):
     """Tools of a Model Context Protocol (MCP) server, one session per episode."""
@@ -75,7 +91,7 @@ class McpToolConfig(Section):
     """Command line of a server on standard input and output, started per session."""
     url: str | None = None
     """Address of a running server (Streamable HTTP)."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[str, str] = {}
     """Environment variables for `command`, besides HOME, PATH and the like."""
     tools: NonEmpty[str] | None = None
     """Tools that the model may call; null: all."""
@@ -85,12 +101,20 @@ class McpToolConfig(Section):
         if (self.command is None) == (self.url is None):
             yield "", "one server is needed: set either `command` or `url`"
 
+    @rule
+    def _installed(self) -> Mistakes:
+        yield from missing_extra("mcp", self.name)
+
 
 class FunctionToolConfig(Section):
     """Your Python function."""
 
     name: str
     """Dotted path to a function with type hints and a docstring."""
+
+    @rule
+    def _callable(self) -> Mistakes:
+        yield from check_function("name", self.name, None)
 
 
 ToolConfig = PythonToolConfig | SearchToolConfig | McpToolConfig | FunctionToolConfig
@@ -123,7 +147,7 @@ class EndpointEnvironmentConfig(EnvironmentSection):
     command: NonEmpty[str] | None = None
     """Program and arguments. It gets the task as JSON on standard input, and the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL,
     ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. Its last line of output is its reward or answer."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
     @rule
@@ -131,11 +155,23 @@ class EndpointEnvironmentConfig(EnvironmentSection):
         if (self.function is None) == (self.command is None):
             yield "function", "name either a function or a command"
 
+    @rule
+    def _callable(self) -> Mistakes:
+        if self.function is not None:
+            yield from check_function("function", self.function, self.args, inputs=("a task", "the endpoint"))
+        elif self.command is not None and shutil.which(self.command[0]) is None:
+            yield "command", "is no program on the PATH of this machine"
+
 
 class AdapterSection(EnvironmentSection):
     """Settings of environments from other projects, which need the extra roll_lite[NAME]."""
 
     package: ClassVar[str]
+    name: str
+
+    @rule
+    def _installed(self) -> Mistakes:
+        yield from missing_extra(self.package, self.name)
 
 
 class GymEnvironmentConfig(AdapterSection):
@@ -147,18 +183,25 @@ class GymEnvironmentConfig(AdapterSection):
     """Registered id: FrozenLake-v1, or package:Id-v0 to import its package first."""
     function: str | None = None
     """Dotted path to a class or function that makes the environment, in place of `id`."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Keyword arguments of gymnasium.make or `function`."""
     action: str | None = None
     """Dotted path to your function `text -> action`. If it raises ValueError, the policy sees the message and responds again. null: the
     action is the response or, in a discrete space, the last integer in it."""
-    columns: list[str] = Field(default_factory=list)
+    columns: list[str] = []
     """Data columns that `reset` gets as options."""
 
     @rule
     def _one_source(self) -> Mistakes:
         if (self.id is None) == (self.function is None):
             yield "id", "name one environment: either its registered `id`, or the `function` that makes it"
+
+    @rule
+    def _callable(self) -> Mistakes:
+        if self.function is not None:
+            yield from check_function("function", self.function, self.args, or_class=True, inputs=())
+        if self.action is not None:
+            yield from check_function("action", self.action, {}, inputs=("the response",))
 
 
 class TextArenaEnvironmentConfig(AdapterSection):
@@ -168,7 +211,7 @@ class TextArenaEnvironmentConfig(AdapterSection):
     name: Literal["textarena"]
     id: str
     """Id of the game, such as Mastermind-v0."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Keyword arguments of the game."""
 
 
@@ -179,7 +222,7 @@ class ReasoningGymEnvironmentConfig(AdapterSection):
     name: Literal["reasoning_gym"]
     dataset: str
     """Name of the dataset, such as leg_counting."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Settings of the dataset."""
 
 
@@ -202,8 +245,15 @@ class OpenEnvEnvironmentConfig(AdapterSection):
     observation: str | None = None
     """Name of the observation's field that the policy sees; or dotted path to your function `observation -> text`. null: the whole
     observation as JSON."""
-    columns: list[str] = Field(default_factory=list)
+    columns: list[str] = []
     """Data columns that `reset` gets as arguments."""
+
+    @rule
+    def _callable(self) -> Mistakes:
+        if "." in self.action:
+            yield from check_function("action", self.action, {}, inputs=("the response",))
+        if self.observation is not None and "." in self.observation:
+            yield from check_function("observation", self.observation, {}, inputs=("the observation",))
 
 
 class VerifiersEnvironmentConfig(AdapterSection):
@@ -213,7 +263,7 @@ class VerifiersEnvironmentConfig(AdapterSection):
     name: Literal["verifiers"]
     id: str
     """Name of the environment's installed package, or of a module."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Keyword arguments of `load_environment`."""
 
 

@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from roll_lite.config.schema.base import ASCENDING, Mistakes, NonNegativeFloat, PositiveFloat, Section, ZeroToOne, rule
+from roll_lite.config.schema.base import ASCENDING, BetweenZeroAndOne, Mistakes, NonNegativeFloat, PositiveFloat, Section, ZeroToOne, rule
+from roll_lite.config.user_function import check_function
 
 # ---------------------------------------------------------------- advantages
 
@@ -100,8 +101,12 @@ class CustomAdvantageConfig(Section):
     name: Literal["custom"] = "custom"
     function: str
     """Dotted path to a function `(CreditInputs, **args) -> advantages` (docs/algorithms.md)."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Keyword arguments."""
+
+    @rule
+    def _callable(self) -> Mistakes:
+        yield from check_function("function", self.function, self.args)
 
 
 AdvantageConfig = (
@@ -125,7 +130,7 @@ class PpoLossConfig(Section):
     """PPO's clipped surrogate."""
 
     name: Literal["ppo"] = "ppo"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_low: BetweenZeroAndOne = 0.2
     """Ratios below 1 - clip_low are clipped."""
     clip_high: PositiveFloat = 0.2
     """Ratios above 1 + clip_high are clipped."""
@@ -137,7 +142,7 @@ class GspoLossConfig(Section):
     """PPO's clipped surrogate with one ratio per sequence, the geometric mean."""
 
     name: Literal["gspo"] = "gspo"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
+    clip_low: BetweenZeroAndOne = 3e-4
     """Ratios below 1 - clip_low are clipped."""
     clip_high: PositiveFloat = 4e-4
     """Ratios above 1 + clip_high are clipped."""
@@ -157,7 +162,7 @@ class CispoLossConfig(Section):
     """Policy gradient weighted with the clipped, detached ratio: clipped tokens keep their gradient."""
 
     name: Literal["cispo"] = "cispo"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None
+    clip_low: BetweenZeroAndOne | None = None
     """Lower limit of the ratio: 1 - clip_low; null: off."""
     clip_high: PositiveFloat = 4.0
     """Upper limit of the ratio: 1 + clip_high."""
@@ -212,8 +217,12 @@ class CustomLossConfig(Section):
     function: str
     """Dotted path to your function `(PolicyTerms, **args) -> PolicyLoss`, which may take rollout_log_probs, ref_log_probs and entropy per
     token (docs/algorithms.md)."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Keyword arguments."""
+
+    @rule
+    def _callable(self) -> Mistakes:
+        yield from check_function("function", self.function, self.args, given=GIVEN_TO_LOSSES)
 
 
 PolicyLossConfig = (
@@ -280,7 +289,7 @@ class MismatchCorrectionConfig(Section):
 
     weight: CorrectionWeightConfig | None = None
     """Importance weight of token losses."""
-    filters: list[CorrectionFilterConfig] = Field(default_factory=list)
+    filters: list[CorrectionFilterConfig] = []
     """Filters; tokens that fail any get weight 0."""
 
     @rule

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from roll_lite.config.problems import did_you_mean
 from roll_lite.config.schema.base import (
+    BetweenZeroAndOne,
     Mistakes,
     ModelFolder,
     NonEmpty,
@@ -15,6 +16,7 @@ from roll_lite.config.schema.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PositiveShare,
     Section,
     UserPath,
     below,
@@ -24,10 +26,13 @@ from roll_lite.config.schema.base import (
 # ---------------------------------------------------------------- model and optimisation
 
 
+Dtype = Literal["float32", "bfloat16"]
+
+
 class ModelConfig(Section):
     path: ModelFolder
     """Model folder in Hugging Face format, or name on the hub: owner/name or hf://owner/name?revision=... (docs/data.md)."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     """Precision of weights. Use float32 on CPUs and bfloat16 on GPUs."""
 
 
@@ -87,7 +92,7 @@ class LoraConfig(Section):
     """Rank of the adapters."""
     alpha: PositiveFloat = 32.0
     """Scale of the adapters."""
-    targets: NonEmpty[str] = Field(default=[*LINEAR_LAYERS])
+    targets: NonEmpty[str] = [*LINEAR_LAYERS]
     """Linear layers with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. In models with experts, gate_proj,
     up_proj and down_proj are those of all experts."""
     path: UserPath | None = None
@@ -196,7 +201,7 @@ class EngineStrategyConfig(Section):
     """Maximum tokens in an engine's forward pass; longer prompts are split, except by vLLM on a CPU."""
     kv_cache_mb: PositiveInt | None = None
     """KV cache size in MB. null: from gpu_memory_utilization on GPUs, 256 on a CPU."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    gpu_memory_utilization: PositiveShare = 0.85
     """Share of a GPU's memory for an engine. vLLM stays within this share; SGLang uses more memory, for activations and CUDA graphs."""
     enforce_eager: bool = False
     """Run without CUDA graphs: faster start, slower generation."""
@@ -205,7 +210,7 @@ class EngineStrategyConfig(Section):
     algorithm.mismatch_correction (docs/gpu.md)."""
     speculation: SpeculationConfig | None = None
     """Speculative decoding, for vLLM in actor_infer: faster if responses repeat text (docs/gpu.md). null: off."""
-    engine_args: dict[str, Any] = Field(default_factory=dict)
+    engine_args: dict[str, Any] = {}
     """Further arguments of vLLM or SGLang."""
 
     @rule
@@ -300,7 +305,7 @@ class TrainRoleConfig(ForwardRoleConfig):
 class EmaConfig(Section):
     """Exponential moving average of the actor's weights, in float32 in host memory; exported as `model_ema/`."""
 
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    decay: BetweenZeroAndOne = 0.99
     """Share of the old average kept per update; 0.99 averages over about 100 updates."""
 
 
@@ -369,7 +374,7 @@ class InferRoleConfig(Section):
     """Engine replicas per device, which share strategy.gpu_memory_utilization. Needs tensor_parallel 1."""
     strategy: InferStrategyConfig = VllmStrategyConfig()
     """Engine (vllm or sglang) and its settings."""
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: Dtype | None = None
     """Precision in engines; null: model.dtype."""
     offload: bool = False
     """Free the engines' device memory while the actor trains."""
@@ -381,6 +386,18 @@ class InferRoleConfig(Section):
     threads: PositiveInt = 1
     """CPU threads per engine."""
 
+    @rule
+    def _whole_devices(self) -> Mistakes:
+        if self.replicas_per_device > 1 and (size := self.strategy.tensor_parallel) > 1:
+            yield "replicas_per_device", f"a replica has {size} devices of its own (tensor_parallel); use 1"
+
+    @rule
+    def _joining(self) -> Mistakes:
+        if self.most_replicas is not None and self.replicas_per_device > 1:
+            yield "most_replicas", "engines that join have devices of their own; use actor_infer.replicas_per_device: 1"
+        if self.most_replicas is not None and self.restarts == 0:
+            yield "most_replicas", "an engine joins as a lost one returns, and actor_infer.restarts is 0; raise it"
+
 
 class RewardModelConfig(Section):
     """Sequence-classification model with one output, for rewards of type `model`."""
@@ -391,7 +408,7 @@ class RewardModelConfig(Section):
     """Number of devices, or a list."""
     strategy: RewardModelStrategyConfig = HfStrategyConfig()
     """hf, or megatron with its parallel layout."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     """Precision of weights. Use float32 on CPUs and bfloat16 on GPUs."""
     micro_batch_tokens: PositiveInt = 16384
     """Maximum tokens in a rank's forward pass; with hf, padding counts."""

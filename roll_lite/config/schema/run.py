@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
-from roll_lite.config.problems import LEFT_OUT, without_secrets
+from roll_lite.config.problems import LEFT_OUT, did_you_mean, without_secrets
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.config.schema.base import (
     LATEST,
@@ -20,6 +20,7 @@ from roll_lite.config.schema.base import (
     TimeLimit,
     UserPath,
     below,
+    missing_extra,
     rule,
 )
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, ValidationSamplingConfig
@@ -33,6 +34,7 @@ from roll_lite.config.schema.models import (
     RewardModelConfig,
 )
 from roll_lite.config.schema.simulation import SimulationConfig
+from roll_lite.config.user_function import check_function
 from roll_lite.files import remote_folder
 
 
@@ -140,7 +142,7 @@ class BatchFilesConfig(Section):
 
 
 class ProfileConfig(Section):
-    steps: list[PositiveInt] = Field(default_factory=list)
+    steps: list[PositiveInt] = []
     """Steps (from 1) that torch's profiler records, in the run's profiles/step_.../ROLE-RANK.json.gz for https://ui.perfetto.dev. Recorded
     steps are slower."""
     peak_tflops: PositiveFloat | None = None
@@ -156,14 +158,32 @@ class ReplayConfig(Section):
     """Folder of a past run, or of its dumps (`rollout.dump`), for `mode: train_only`; step n trains on dump n."""
 
 
+LOCAL_TRACKERS = ("jsonl", "tensorboard")
+TRACKER_PACKAGES = {name: name for name in ("wandb", "mlflow", "swanlab")}
+TRACKER_PACKAGES |= {"prometheus": "prometheus_client", "opentelemetry": "opentelemetry.exporter.otlp.proto.http"}
+
+
 class TrackerConfig(Section):
     name: str
     """jsonl, tensorboard, wandb, mlflow, swanlab, prometheus, opentelemetry, or dotted path to your Tracker class."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Keyword arguments of `wandb.init`, `swanlab.init`, opentelemetry's `OTLPSpanExporter` or your class; mlflow: tracking_uri,
     experiment_name, run_name; prometheus: port, address."""
     samples: NonNegativeInt = 8
     """Samples per domain shown as text, with every validation and every tenth step (tensorboard, wandb, mlflow, swanlab)."""
+
+    @rule
+    def _known(self) -> Mistakes:
+        if self.name in TRACKER_PACKAGES:
+            yield from missing_extra(TRACKER_PACKAGES[self.name], self.name)
+        elif self.name in LOCAL_TRACKERS:
+            if self.args:
+                yield "args", f"{self.name} takes no arguments"
+        elif "." in self.name:
+            yield from check_function("name", self.name, self.args, or_class=True)
+        else:
+            near = did_you_mean(self.name, [*LOCAL_TRACKERS, *TRACKER_PACKAGES])
+            yield "name", f"no such tracker; {near} A class of your own is a dotted path, package.module.Class"
 
 
 class WeightSyncConfig(Section):
@@ -227,9 +247,9 @@ class ChaosConfig(Section):
 
     every_s: PositiveFloat = 60.0
     """Mean seconds between faults, at random times."""
-    targets: NonEmpty[Victim] = Field(default=["actor_train", "critic", "reference", "actor_infer", "rollouts", "rewards", "environments"])
+    targets: NonEmpty[Victim] = ["actor_train", "critic", "reference", "actor_infer", "rollouts", "rewards", "environments"]
     """Roles whose processes get faults. rollouts: the rollout service. rewards, environments: their workers."""
-    actions: Annotated[dict[Fault, PositiveFloat], Field(min_length=1)] = Field(default={"kill": 1.0})
+    actions: Annotated[dict[Fault, PositiveFloat], Field(min_length=1)] = {"kill": 1.0}
     """Relative frequencies of faults. kill: SIGKILL. stop: SIGSTOP. slow: a tenth of the speed for slow_s. cut: the node, never the
     driver's or Ray head's, sends nothing for cut_s; needs root and iproute2."""
     slow_s: PositiveFloat = 10.0
@@ -282,9 +302,9 @@ class RunConfig(Section):
     """Reference policy of the KL terms. null: the actor without its adapters (actor_train.lora)."""
     critic: CriticRoleConfig | None = None
     """Value model, for `algorithm.advantage: gae`."""
-    reward_models: dict[str, RewardModelConfig] = Field(default_factory=dict)
+    reward_models: dict[str, RewardModelConfig] = {}
     """Reward models by name."""
-    judges: dict[str, JudgeServerConfig] = Field(default_factory=dict)
+    judges: dict[str, JudgeServerConfig] = {}
     """Judge models by name."""
     domains: Annotated[dict[str, DomainConfig], Field(min_length=1)]
     """Domains by name: prompts, sampling and reward."""
@@ -302,7 +322,7 @@ class RunConfig(Section):
     """Checkpoints and the final model."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     """Weight updates of the engines."""
-    trackers: list[TrackerConfig] = Field(default=[TrackerConfig(name="jsonl"), TrackerConfig(name="tensorboard")])
+    trackers: list[TrackerConfig] = [TrackerConfig(name="jsonl"), TrackerConfig(name="tensorboard")]
     """Destinations of metrics."""
     report_every: NonNegativeInt = 100
     """Steps between two updates of report.html, which a process of low priority writes; 0: only at the end."""
@@ -334,6 +354,13 @@ class RunConfig(Section):
             yield "replay.path", "mode: train_only trains on the dumps of a past run; name its folder"
         if self.mode != "train_only" and self.replay.path is not None:
             yield "replay.path", f"is only used by mode: train_only, the mode is {self.mode}; remove it, or change the mode"
+
+    @rule
+    def _one_of_each_tracker(self) -> Mistakes:
+        names = [tracker.name for tracker in self.trackers]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield f"trackers.{index}.name", f"trackers.{names.index(name)} is {name} too; keep one"
 
     _as_written: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
 

@@ -26,9 +26,9 @@ class SimulatedEngineConfig(Section):
     """Mean crashes per node and day; all its engines are lost."""
     engines_per_node: PositiveInt = 1
     """Engines on each node, which are lost together (`node_failures_per_day`) or drained together (`leave_s`)."""
-    join_s: list[NonNegativeFloat] = Field(default_factory=list)
+    join_s: list[NonNegativeFloat] = []
     """Seconds after the start at which further engines join, `engines_per_node` of them on each further node."""
-    leave_s: list[NonNegativeFloat] = Field(default_factory=list)
+    leave_s: list[NonNegativeFloat] = []
     """Seconds after the start at which nodes are drained, one number per node, beginning with the node of engine 0."""
     hangs_per_day: NonNegativeFloat = 0.0
     """Mean hangs per engine and day."""
@@ -123,5 +123,5 @@ class SimulationConfig(Section):
     """Speed of the trainer and of weight updates."""
     responses: SimulatedResponsesConfig = SimulatedResponsesConfig()
     """Responses of domains not listed in `domains`."""
-    domains: dict[str, SimulatedResponsesConfig] = Field(default_factory=dict)
+    domains: dict[str, SimulatedResponsesConfig] = {}
     """Responses by domain."""
