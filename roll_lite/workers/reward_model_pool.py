@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -19,7 +21,7 @@ from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.distributed.strategy.build import CONNECTS_RANKS
 from roll_lite.observability.device_memory import MemoryPeaks, PeaksByPhase
 from roll_lite.observability.timers import POOL_WORK
-from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction, checked_score
 from roll_lite.rewards.model import ModelReward, ScoredText, zero_base
 from roll_lite.rewards.registry import typed_reward
 from roll_lite.rewards.running.batch_scorer import time_out
@@ -72,6 +74,7 @@ class Ranks:
         self._actors = list(actors)
         self._places: list[Place] = []
         self._are_connected = CONNECTS_RANKS[config.strategy.name]
+        self._offloads = config.offload
         self._is_resident = None if config.offload else True
         """None: unknown, since a lost rollout service may have left the model loaded."""
         self._moving = asyncio.Lock()
@@ -93,6 +96,8 @@ class Ranks:
                 if not is_initialized:
                     await self._initialize()
                 self.copies = copies_of(self._actors, await asyncio.gather(*(actor.layout.remote() for actor in self._actors)))
+            if not is_initialized and self._offloads:  # other roles may have the devices now
+                await self.move(False)
         except Exception as error:
             raise MemberLost(self.cause(error)) from error
         self._places = await self._find_places()
@@ -125,10 +130,12 @@ class Ranks:
         self._is_gone |= is_gone(error)
         return cause_of(error, self.name)
 
-    async def score(self, copy: Copy, texts: list[ScoredText]) -> list[float | str]:
+    async def score(self, copy: Copy, texts: list[ScoredText], begin: Callable[[], None]) -> list[float | str]:
+        """Call `begin` once the model is loaded."""
         try:
             async with asyncio.timeout(HANG_SECONDS) as limit:
                 await self.move(True)
+                begin()
                 shared: Any = texts if len(copy.actors) == 1 else ray.put(texts)
                 results = await asyncio.gather(*(actor.score.remote(shared) for actor in copy.actors))
                 for _, peaks in results:
@@ -196,9 +203,9 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         except FleetDown as end:
             raise RewardFailed(end.cause) from None
 
-    async def score(self, item: ScoredText) -> float:
+    async def score(self, item: ScoredText, timeout_s: float = math.inf) -> float:
         await self.in_service()
-        return await super().score(item)
+        return await super().score(item, timeout_s)
 
     @property
     def capacity(self) -> float:
@@ -242,7 +249,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
             async with self._fleet.at_work(ranks):
                 try:
                     with POOL_WORK.of(*lane):
-                        results = await ranks.score(copy, [job.item for job in batch])
+                        results = await ranks.score(copy, [job.item for job in batch], partial(self._limit, batch))
                 except Exception as error:  # a process edge: recorded as a failure of these samples
                     cause = ranks.cause(error)
                     # Other ranks of the copy may wait for the failed one.
@@ -253,6 +260,10 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
                 else:
                     self._hand_out(batch, results)
             copy.under_way = []
+
+    def _limit(self, batch: list[TextJob]) -> None:
+        for job in (job for job in batch if job.timeout_s < math.inf):
+            asyncio.get_running_loop().call_later(job.timeout_s, self._fail, [job], time_out(f"model {self.name}", job.timeout_s))
 
     def _lost(self, member: Ranks, cause: str) -> None:
         for copy in member.copies:
@@ -289,15 +300,14 @@ class RewardModelClient:
             await self._added.start()
 
     async def score(self, item: RewardInput) -> Score:
-        await self._client.in_service()  # a restart of the model does not count against the sample's time
-        try:
-            async with asyncio.timeout(self._config.timeout_s):
-                if self._added is None:
-                    return await self._function.score(item)
-                own, added = await asyncio.gather(self._function.score(item), self._added.score(item))
-        except TimeoutError:
-            raise RewardFailed(time_out(f"model {self._client.name}", self._config.timeout_s)) from None
-        return replace(own, value=own.value + added.value, details={**added.details, **own.details}, format_ok=added.format_ok)
+        await self._client.in_service()
+        if self._added is None:
+            return await self._function.score(item)
+        own, added = await asyncio.gather(self._function.score(item), self._added.score(item))
+        value = checked_score(own.value + added.value, "model with its terms")
+        base = {"base": own.value} if added.terms else {}
+        details = {**added.details, **base, **own.details}
+        return replace(own, value=value, details=details, terms={**added.terms, **base}, format_ok=added.format_ok)
 
     @property
     def capacity(self) -> float:
@@ -312,7 +322,7 @@ class RewardModelClient:
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else [])
 
     async def _scored(self, item: RewardInput) -> Score:
-        return self._reward.score_of(await self._client.score(self._reward.model_input(item)))
+        return self._reward.score_of(await self._client.score(self._reward.model_input(item), self._config.timeout_s))
 
 
 def _without_model(config: RewardConfig) -> RewardConfig:

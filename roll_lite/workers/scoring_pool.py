@@ -23,6 +23,8 @@ class ScoringJob(Generic[Item, Result]):
     answer: asyncio.Future[Result]
     alone: bool = False
     """Score the sample alone: its last batch hung or killed the worker."""
+    timeout_s: float = math.inf
+    """Seconds for scoring, without waiting."""
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
@@ -55,11 +57,11 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
     def replaced(self) -> int:
         return self._fleet.replaced
 
-    async def score(self, item: Item) -> Result:
+    async def score(self, item: Item, timeout_s: float = math.inf) -> Result:
         """Score a sample. Raise RewardFailed if scoring fails."""
         if self._fleet.end is not None:
             raise RewardFailed(str(self._fleet.end))
-        job = ScoringJob(item, asyncio.get_running_loop().create_future())
+        job = ScoringJob(item, asyncio.get_running_loop().create_future(), timeout_s=timeout_s)
         self._queue.append(job)
         self._arrived.set()
         self._open[job.answer] = None

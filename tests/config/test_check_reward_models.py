@@ -60,6 +60,10 @@ def test_none_leaves_its_devices_while_others_generate(helpful: Project) -> None
     assert found(helpful, "offload: true") == {}
     (problem,) = helpful.problems_of(SECTION % ("offload: true", "") + "rollout: {supply: one_step_off}\n")
     assert problem.path == "reward_models.helpful.offload" and "use false, or rollout.supply: sync" in problem.message
+    surplus = "placement: split\nrollout: {oversample: 2.0, max_staleness: %d}\n"
+    assert helpful.problems_of(SECTION % ("offload: true", "") + surplus % 0) == []
+    (problem,) = helpful.problems_of(SECTION % ("offload: true", "") + surplus % 1)
+    assert problem.path == "reward_models.helpful.offload" and "use false, or rollout.max_staleness: 0" in problem.message
 
 
 def test_names_have_to_meet(helpful: Project) -> None:

@@ -264,6 +264,13 @@ async def test_every_sample_that_waits_ends_within_its_own_time() -> None:
     assert set(results) == {"reward model toy: time-out: no score within 0.2 s"}
 
 
+async def test_the_time_of_a_sample_does_not_run_while_it_waits() -> None:
+    async with client(ranks(1, seconds=0.2), micro_batch_size=1) as model:
+        pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}, timeout_s=0.5), model)
+        scores = await asyncio.gather(*(pool.score(item(text)) for text in "abcdef"))
+    assert [score.value for score in scores] == [5.0] * 6
+
+
 async def test_a_copy_that_hangs_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits has given up by then; it would be nobody's any more."""
     monkeypatch.setattr(reward_model_pool, "HANG_SECONDS", 0.3)
@@ -334,6 +341,19 @@ async def test_a_model_that_gives_its_memory_back_is_loaded_when_there_is_someth
         await model.score("x")
         await model.rest()
     assert staying[0].moves == []
+
+
+async def test_a_model_that_starts_again_while_others_have_its_devices_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "ASK_SECONDS", 0.02)
+    (actor,) = ranks(1)
+    async with client([actor], offload=True) as model:
+        await model.score("x")
+        await model.rest()
+        actor.dies_idle = True
+        await until_restarted(model)
+        assert actor.moves == ["load", "offload", "offload"]
+        assert await model.score("xx") == 2.0
+    assert actor.moves[3:] == ["load"]
 
 
 async def test_the_fullest_rank_s_memory_is_told_once() -> None:
@@ -410,6 +430,8 @@ async def test_further_terms_of_a_models_reward() -> None:
         score = await pool.score(item("abc"))
         pool.close()
     assert score.value == 7 - 0.5 * 3  # "1+1=abc" has 7 characters
+    (label,) = score.terms.keys() - {"base"}
+    assert score.terms == {"base": 7.0, label: -1.5} and score.details["base"] == 7.0
 
 
 async def test_a_mistake_in_the_arguments_is_a_value_error_at_the_start() -> None:

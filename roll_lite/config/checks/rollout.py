@@ -23,6 +23,10 @@ def _turns(config: RunConfig) -> Mistakes:
     for name in [name for name, model in config.reward_models.items() if ahead and model.offload]:
         message = f"with rollout.supply {rollout.supply} something is generated all the time: batches would wait until nothing is"
         yield f"reward_models.{name}.offload", f"{message}; use false, or rollout.supply: sync"
+    goes_on = not ahead and surplus and rollout.max_staleness and not config.actor_infer.offload
+    for name in [name for name, model in config.reward_models.items() if goes_on and model.offload]:
+        message = "what rollout.oversample leaves over is generated and scored while the actor trains"
+        yield f"reward_models.{name}.offload", f"{message}; use false, or rollout.max_staleness: 0"
     if config.deterministic and ahead:
         yield "deterministic", "which weights generate what depends on timing; use rollout.supply: sync, or deterministic: false"
     elif config.deterministic and surplus:
