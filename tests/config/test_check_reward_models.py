@@ -60,6 +60,10 @@ def test_none_leaves_its_devices_while_others_generate(helpful: Project) -> None
     assert found(helpful, "offload: true") == {}
     (problem,) = helpful.problems_of(SECTION % ("offload: true", "") + "rollout: {supply: one_step_off}\n")
     assert problem.path == "reward_models.helpful.offload" and "use false, or rollout.supply: sync" in problem.message
+    surplus = SECTION % ("offload: true", "") + "rollout: {oversample: 2, max_staleness: %d}\nactor_infer: {offload: %s}\n"
+    (problem,) = helpful.problems_of(surplus % (1, "false"))
+    assert problem.path == "reward_models.helpful.offload" and "use false, or rollout.max_staleness: 0" in problem.message
+    assert helpful.problems_of(surplus % (0, "false")) == helpful.problems_of(surplus % (1, "true")) == [], "nothing goes on in training"
 
 
 def test_names_have_to_meet(helpful: Project) -> None:

@@ -40,9 +40,10 @@ def _turns(config: RunConfig) -> Mistakes:
     if ahead and config.actor_infer.offload:
         message = f"with rollout.supply {rollout.supply} the engines generate while the actor trains, and cannot leave their devices"
         yield "actor_infer.offload", f"{message}; use placement: split (or false), or rollout.supply: sync"
-    for name in [name for name, model in config.reward_models.items() if ahead and model.offload]:
-        message = f"with rollout.supply {rollout.supply} something is generated all the time: batches would wait until nothing is"
-        yield f"reward_models.{name}.offload", f"{message}; use false, or rollout.supply: sync"
+    goes_on = ahead or (surplus and rollout.max_staleness and not config.actor_infer.offload)
+    for name in [name for name, model in config.reward_models.items() if goes_on and model.offload]:
+        message = "something is generated while the actor trains: batches would wait until nothing is"
+        yield f"reward_models.{name}.offload", f"{message}; use false, or rollout.{'supply: sync' if ahead else 'max_staleness: 0'}"
     if config.deterministic and ahead:
         yield "deterministic", "which weights generate what depends on timing; use rollout.supply: sync, or deterministic: false"
     elif config.deterministic and surplus:
