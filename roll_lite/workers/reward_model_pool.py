@@ -73,11 +73,12 @@ class Ranks:
         self._actors = list(actors)
         self._places: list[Place] = []
         self._are_connected = CONNECTS_RANKS[config.strategy.name]
+        self._offloads = config.offload
         self._is_resident = None if config.offload else True
         """None: unknown, since a lost rollout service may have left the model loaded."""
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first `start`, which finds the model loaded by the driver; later starts, after a loss, load it."""
+        """True until the first `start`: the driver has initialized the model."""
         self._is_gone = False
         self._was_killed = False
 
@@ -94,6 +95,8 @@ class Ranks:
                 if not is_initialized:
                     await self._initialize()
                 self.copies = copies_of(self._actors, await asyncio.gather(*(actor.layout.remote() for actor in self._actors)))
+            if self._offloads and not is_initialized:
+                await self.move(False)  # others may be training on its devices: the next sample loads it
         except Exception as error:
             raise MemberLost(self.cause(error)) from error
         self._places = await self._find_places()

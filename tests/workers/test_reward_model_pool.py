@@ -82,6 +82,7 @@ class FakeRank:
     async def _initialize(self) -> None:
         if not self.comes_back:
             raise RuntimeError("out of memory")
+        self.moves.append("initialize")
         self.error, self.hangs = None, False
 
     async def _measured(self, texts: Any) -> tuple[list[float | str] | None, PeaksByPhase]:
@@ -334,6 +335,30 @@ async def test_a_model_that_gives_its_memory_back_is_loaded_when_there_is_someth
         await model.score("x")
         await model.rest()
     assert staying[0].moves == []
+
+
+async def test_a_model_that_is_started_again_is_offloaded_until_there_is_something_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have died at rest, while others train on its devices."""
+    monkeypatch.setattr(fleet, "ASK_SECONDS", 0.02)
+    (actor,) = ranks(1, seconds=0.01)
+    async with client([actor], offload=True) as model:
+        await model.score("x")
+        await model.rest()
+        actor.dies_idle = True
+        await until_restarted(model)
+        assert actor.moves == ["load", "offload", "initialize", "offload"]
+        actor.error = ActorDiedError()
+        assert "its process died" in await outcome(model.score("x"))
+        assert await model.score("x") == 1.0
+        assert actor.moves[4:] == ["load", "initialize", "offload", "load"]
+        await model.rest()
+        assert actor.moves[8:] == ["offload"]
+    (staying,) = ranks(1)
+    staying.error = ActorDiedError()
+    async with client([staying]) as model:
+        assert "its process died" in await outcome(model.score("x"))
+        assert await model.score("x") == 1.0
+    assert staying.moves == ["initialize"]
 
 
 async def test_the_fullest_rank_s_memory_is_told_once() -> None:
