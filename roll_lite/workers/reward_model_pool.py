@@ -19,7 +19,7 @@ from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.distributed.strategy.build import CONNECTS_RANKS
 from roll_lite.observability.device_memory import MemoryPeaks, PeaksByPhase
 from roll_lite.observability.timers import POOL_WORK
-from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction, checked_score
 from roll_lite.rewards.model import ModelReward, ScoredText, zero_base
 from roll_lite.rewards.registry import typed_reward
 from roll_lite.rewards.running.batch_scorer import time_out
@@ -301,7 +301,10 @@ class RewardModelClient:
                 own, added = await asyncio.gather(self._function.score(item), self._added.score(item))
         except TimeoutError:
             raise RewardFailed(time_out(f"model {self._client.name}", self._config.timeout_s)) from None
-        return replace(own, value=own.value + added.value, details={**added.details, **own.details}, format_ok=added.format_ok)
+        value = checked_score(own.value + added.value, "model with its terms")
+        base = {"base": own.value} if added.terms else {}  # that of the workers is `zero_base`
+        details = {**added.details, **base, **own.details}
+        return replace(own, value=value, details=details, format_ok=added.format_ok, terms=added.terms | base)
 
     @property
     def capacity(self) -> float:

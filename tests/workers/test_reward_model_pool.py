@@ -423,7 +423,7 @@ async def test_terms_and_forms_are_added_to_the_models_output() -> None:
         scores = await asyncio.gather(*(pool.score(item(text)) for text in ("abc", "bc")))
         pool.close()
     assert [(score.value, score.format_ok) for score in scores] == [(3.0, True), (2.0, False)]
-    assert scores[0].details["reward_model"] == 3.0
+    assert scores[0].details == {"reward_model": 3.0} and scores[0].terms == {}
 
 
 @pytest.mark.usefixtures("ray_local")
@@ -434,7 +434,16 @@ async def test_further_terms_of_a_models_reward() -> None:
         await pool.start()
         score = await pool.score(item("abc"))
         pool.close()
+        terms[0] = RewardTermConfig(name=f"{USER}.length", weight=3e38 / 3)
+        beyond = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}, terms=terms), model)
+        await beyond.start()
+        model._hand_out = lambda batch, results: [model._resolve(job, 3e38) for job in batch]  # type: ignore[method-assign, assignment, func-returns-value]
+        cause = await outcome(beyond.score(item("abc")))
+        beyond.close()
     assert score.value == 7 - 0.5 * 3  # "1+1=abc" has 7 characters
+    assert score.terms == {"base": 7.0, "length": -1.5}
+    assert score.details == {"base": 7.0, "length": 3.0, "reward_model": 7.0}
+    assert cause == "reward model with its terms: returned 6e+38, which is beyond float32, whose largest number is 3.4028e+38"
 
 
 async def test_a_mistake_in_the_arguments_is_a_value_error_at_the_start() -> None:
