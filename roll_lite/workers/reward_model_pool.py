@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,9 +32,9 @@ from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 WINDOW_SECONDS = 0.003
 """Seconds an idle model copy waits for a full batch."""
 RESTART_SECONDS = 600.0
-"""Timeout in seconds for restarted processes to start and load the model."""
+"""Timeout in seconds for processes to restart and load the model."""
 HANG_SECONDS = 600.0
-"""Timeout in seconds of one batch on a model copy; exceeds a sample's (`timeout_s`)."""
+"""Timeout in seconds of loading the model and scoring a batch."""
 KILL_SECONDS = 1.0
 POLL_SECONDS = 0.25
 
@@ -129,12 +131,13 @@ class Ranks:
         self._is_gone |= is_gone(error)
         return cause_of(error, self.name)
 
-    async def score(self, copy: Copy, texts: list[ScoredText]) -> list[float | str]:
+    async def score(self, copy: Copy, texts: list[ScoredText], timed: AbstractContextManager[None]) -> list[float | str]:
         try:
             async with asyncio.timeout(HANG_SECONDS) as limit:
                 await self.move(True)
                 shared: Any = texts if len(copy.actors) == 1 else ray.put(texts)
-                results = await asyncio.gather(*(actor.score.remote(shared) for actor in copy.actors))
+                with timed:
+                    results = await asyncio.gather(*(actor.score.remote(shared) for actor in copy.actors))
                 for _, peaks in results:
                     self.memory.merge(peaks)
                 found: list[float | str] = results[copy.head][0]
@@ -200,9 +203,10 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         except FleetDown as end:
             raise RewardFailed(end.cause) from None
 
-    async def score(self, item: ScoredText) -> float:
+    async def score(self, item: ScoredText, timeout_s: float = math.inf) -> float:
+        """Score a text. `timeout_s` counts while a copy scores it."""
         await self.in_service()
-        return await super().score(item)
+        return await super().score(item, timeout_s)
 
     @property
     def capacity(self) -> float:
@@ -246,7 +250,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
             async with self._fleet.at_work(ranks):
                 try:
                     with POOL_WORK.of(*lane):
-                        results = await ranks.score(copy, [job.item for job in batch])
+                        results = await ranks.score(copy, [job.item for job in batch], self._timed(batch))
                 except Exception as error:  # a process edge: recorded as a failure of these samples
                     cause = ranks.cause(error)
                     # Other ranks of the copy may wait for the failed one.
@@ -257,6 +261,16 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
                 else:
                     self._hand_out(batch, results)
             copy.under_way = []
+
+    @contextmanager
+    def _timed(self, batch: list[TextJob]) -> Iterator[None]:
+        call_later, name = asyncio.get_running_loop().call_later, f"model {self.name}"
+        timers = [call_later(job.timeout_s, self._fail, [job], time_out(name, job.timeout_s)) for job in batch]
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()
 
     def _lost(self, member: Ranks, cause: str) -> None:
         for copy in member.copies:
@@ -293,14 +307,9 @@ class RewardModelClient:
             await self._added.start()
 
     async def score(self, item: RewardInput) -> Score:
-        await self._client.in_service()  # a restart of the model does not count against the sample's time
-        try:
-            async with asyncio.timeout(self._config.timeout_s):
-                if self._added is None:
-                    return await self._function.score(item)
-                own, added = await asyncio.gather(self._function.score(item), self._added.score(item))
-        except TimeoutError:
-            raise RewardFailed(time_out(f"model {self._client.name}", self._config.timeout_s)) from None
+        if self._added is None:
+            return await self._function.score(item)
+        own, added = await asyncio.gather(self._function.score(item), self._added.score(item))
         value = checked_score(own.value + added.value, "model with its terms")
         base = {"base": own.value} if added.terms else {}  # that of the workers is `zero_base`
         details = {**added.details, **base, **own.details}
@@ -319,7 +328,7 @@ class RewardModelClient:
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else [])
 
     async def _scored(self, item: RewardInput) -> Score:
-        return self._reward.score_of(await self._client.score(self._reward.model_input(item)))
+        return self._reward.score_of(await self._client.score(self._reward.model_input(item), self._config.timeout_s))
 
 
 def _without_model(config: RewardConfig) -> RewardConfig:

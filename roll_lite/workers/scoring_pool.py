@@ -21,8 +21,9 @@ M = TypeVar("M", bound=Member)
 class ScoringJob(Generic[Item, Result]):
     item: Item
     answer: asyncio.Future[Result]
+    timeout_s: float = math.inf
     alone: bool = False
-    """Score the sample alone: its last batch hung or killed the worker."""
+    """Score alone: its last batch hung or killed the worker."""
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
@@ -55,11 +56,11 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
     def replaced(self) -> int:
         return self._fleet.replaced
 
-    async def score(self, item: Item) -> Result:
+    async def score(self, item: Item, timeout_s: float = math.inf) -> Result:
         """Score a sample. Raise RewardFailed if scoring fails."""
         if self._fleet.end is not None:
             raise RewardFailed(str(self._fleet.end))
-        job = ScoringJob(item, asyncio.get_running_loop().create_future())
+        job = ScoringJob(item, asyncio.get_running_loop().create_future(), timeout_s)
         self._queue.append(job)
         self._arrived.set()
         self._open[job.answer] = None

@@ -27,6 +27,7 @@ from roll_lite.distributed.strategy.base import RankLayout
 from roll_lite.observability.device_memory import PeaksByPhase
 from roll_lite.observability.timers import POOL_WORK
 from roll_lite.rewards.base import RewardFailed
+from roll_lite.simulator.clock import run_virtual
 from roll_lite.workers import reward_model_pool
 from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
@@ -62,6 +63,7 @@ class FakeRank:
         self.place, self.initialize = Method(self._place), Method(self._initialize)
         self.rendezvous, self.meet_at = Method(self._rendezvous), Method(self._meet_at)
         self.memory: PeaksByPhase = {}
+        self.load_s = 0.0
         self.load, self.offload = Method(self._loaded), Method(self._offloaded)
 
     async def _layout(self) -> RankLayout:
@@ -98,6 +100,7 @@ class FakeRank:
 
     async def _loaded(self, groups: Any) -> PeaksByPhase:
         self.moves.append("load")
+        await asyncio.sleep(self.load_s)
         return {}
 
     async def _offloaded(self, groups: Any) -> PeaksByPhase:
@@ -256,17 +259,53 @@ async def test_a_model_that_does_not_come_back_fails_every_sample_with_both_caus
     assert "its process died" in cause and "could not be started again: reward model toy: RuntimeError: out of memory" in cause
 
 
-async def test_every_sample_that_waits_ends_within_its_own_time() -> None:
-    (actor,) = ranks(1)
-    actor.hangs = True
-    async with client([actor]) as model:
-        pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}, timeout_s=0.2), model)
-        results = await asyncio.gather(*(outcome(pool.score(item(text))) for text in "abc"))
-    assert set(results) == {"reward model toy: time-out: no score within 0.2 s"}
+def test_a_samples_time_is_the_models_not_that_in_its_queue() -> None:
+    async def main() -> None:
+        (actor,) = ranks(1, seconds=1.0)
+        actor.load_s = 60.0
+        async with client([actor], offload=True, micro_batch_size=1) as model:
+            pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}, timeout_s=2.0, retries=0), model)
+            assert [score.value for score in await asyncio.gather(*(pool.score(item()) for _ in range(10)))] == [7.0] * 10
+            actor.seconds = 2.5
+            assert await outcome(pool.score(item())) == "reward model toy: time-out: no score within 2 s"
+            actor.seconds = 1.0
+            assert (await pool.score(item())).value == 7.0, "the replica is as good as before"
+            assert model.replaced == 0
+
+    run_virtual(main())
+
+
+def test_no_sample_waits_for_ever_behind_a_copy_that_hangs() -> None:
+    """Those that it has end in their own time, the others when it is found to hang; the next attempt is served by the one started again."""
+
+    async def main() -> None:
+        hanging, healthy = ranks(2)
+        hanging.hangs = True
+        reward = RewardConfig(name="model", args={"model": "toy"}, timeout_s=30.0)
+        clock = asyncio.get_running_loop().time
+        async with client([hanging], micro_batch_size=1) as model:
+            pool = RewardModelClient("toy", reward, model)
+
+            async def timed() -> tuple[Any, float]:
+                return await outcome(pool.score(item())), round(clock())
+
+            first, *others = await asyncio.gather(*(timed() for _ in range(3)))
+            assert first == ("reward model toy: time-out: no score within 30 s", 30)
+            assert others == [("reward model toy: it hangs: no scores within 600 s", 600)] * 2
+            assert (await pool.score(item())).value == 7.0
+            assert (hanging.kills, model.replaced) == (1, 1)
+        hanging.hangs = True
+        async with client([hanging, healthy], micro_batch_size=1) as model:
+            pool = RewardModelClient("toy", reward, model)
+            started = clock()
+            results = await asyncio.gather(*(outcome(pool.score(item())) for _ in range(8)))
+            assert clock() - started < 31
+            assert sorted(map(str, (getattr(result, "value", result) for result in results))) == ["7.0"] * 7 + [first[0]]
+
+    run_virtual(main())
 
 
 async def test_a_copy_that_hangs_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits has given up by then; it would be nobody's any more."""
     monkeypatch.setattr(reward_model_pool, "HANG_SECONDS", 0.3)
     (actor,) = ranks(1)
     actor.hangs = True
