@@ -32,8 +32,8 @@ class ModelReward(RewardType):
     the score is 0. If the model's outputs may be negative, use `scale: sigmoid`; otherwise a bad response may score below one that is too
     long.
 
-    If a process of the model dies, it is restarted (with Megatron: all processes). The samples that it was scoring fail and are retried
-    (`retries`); other replicas keep serving. While no replica runs, samples wait and `timeout_s` is paused.
+    If a process of the model dies, or a batch takes 600 s, it is restarted (with Megatron: all processes). Its samples, and without
+    another replica all that wait, fail and are retried (`retries`). `timeout_s` counts only while a replica scores the sample.
 
     ```yaml
     reward_models:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import ray
@@ -32,9 +32,9 @@ from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 WINDOW_SECONDS = 0.003
 """Seconds an idle model copy waits for a full batch."""
 RESTART_SECONDS = 600.0
-"""Timeout in seconds for restarted processes to start and load the model."""
+"""Timeout in seconds for processes to restart and load the model."""
 HANG_SECONDS = 600.0
-"""Timeout in seconds of one batch on a model copy; exceeds a sample's (`timeout_s`)."""
+"""Timeout in seconds of loading the model and scoring a batch."""
 KILL_SECONDS = 1.0
 POLL_SECONDS = 0.25
 
@@ -79,7 +79,7 @@ class Ranks:
         """None: unknown, since a lost rollout service may have left the model loaded."""
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first `start`, which finds the model loaded by the driver; later starts, after a loss, load it."""
+        """True until the first `start`: the driver has initialized the model."""
         self._is_gone = False
         self._was_killed = False
 
@@ -96,8 +96,8 @@ class Ranks:
                 if not is_initialized:
                     await self._initialize()
                 self.copies = copies_of(self._actors, await asyncio.gather(*(actor.layout.remote() for actor in self._actors)))
-            if not is_initialized and self._offloads:  # other roles may have the devices now
-                await self.move(False)
+            if self._offloads and not is_initialized:
+                await self.move(False)  # others may be training on its devices: the next sample loads it
         except Exception as error:
             raise MemberLost(self.cause(error)) from error
         self._places = await self._find_places()
@@ -130,14 +130,13 @@ class Ranks:
         self._is_gone |= is_gone(error)
         return cause_of(error, self.name)
 
-    async def score(self, copy: Copy, texts: list[ScoredText], begin: Callable[[], None]) -> list[float | str]:
-        """Call `begin` once the model is loaded."""
+    async def score(self, copy: Copy, texts: list[ScoredText], timed: AbstractContextManager[None]) -> list[float | str]:
         try:
             async with asyncio.timeout(HANG_SECONDS) as limit:
                 await self.move(True)
-                begin()
                 shared: Any = texts if len(copy.actors) == 1 else ray.put(texts)
-                results = await asyncio.gather(*(actor.score.remote(shared) for actor in copy.actors))
+                with timed:
+                    results = await asyncio.gather(*(actor.score.remote(shared) for actor in copy.actors))
                 for _, peaks in results:
                     self.memory.merge(peaks)
                 found: list[float | str] = results[copy.head][0]
@@ -204,6 +203,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
             raise RewardFailed(end.cause) from None
 
     async def score(self, item: ScoredText, timeout_s: float = math.inf) -> float:
+        """Score a text. `timeout_s` counts while a copy scores it."""
         await self.in_service()
         return await super().score(item, timeout_s)
 
@@ -249,7 +249,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
             async with self._fleet.at_work(ranks):
                 try:
                     with POOL_WORK.of(*lane):
-                        results = await ranks.score(copy, [job.item for job in batch], partial(self._limit, batch))
+                        results = await ranks.score(copy, [job.item for job in batch], self._timed(batch))
                 except Exception as error:  # a process edge: recorded as a failure of these samples
                     cause = ranks.cause(error)
                     # Other ranks of the copy may wait for the failed one.
@@ -261,9 +261,15 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
                     self._hand_out(batch, results)
             copy.under_way = []
 
-    def _limit(self, batch: list[TextJob]) -> None:
-        for job in (job for job in batch if job.timeout_s < math.inf):
-            asyncio.get_running_loop().call_later(job.timeout_s, self._fail, [job], time_out(f"model {self.name}", job.timeout_s))
+    @contextmanager
+    def _timed(self, batch: list[TextJob]) -> Iterator[None]:
+        call_later, name = asyncio.get_running_loop().call_later, f"model {self.name}"
+        timers = [call_later(job.timeout_s, self._fail, [job], time_out(name, job.timeout_s)) for job in batch]
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()
 
     def _lost(self, member: Ranks, cause: str) -> None:
         for copy in member.copies:
@@ -300,14 +306,13 @@ class RewardModelClient:
             await self._added.start()
 
     async def score(self, item: RewardInput) -> Score:
-        await self._client.in_service()
         if self._added is None:
             return await self._function.score(item)
         own, added = await asyncio.gather(self._function.score(item), self._added.score(item))
         value = checked_score(own.value + added.value, "model with its terms")
-        base = {"base": own.value} if added.terms else {}
+        base = {"base": own.value} if added.terms else {}  # that of the workers is `zero_base`
         details = {**added.details, **base, **own.details}
-        return replace(own, value=value, details=details, terms={**added.terms, **base}, format_ok=added.format_ok)
+        return replace(own, value=value, details=details, format_ok=added.format_ok, terms=added.terms | base)
 
     @property
     def capacity(self) -> float:

@@ -21,10 +21,9 @@ M = TypeVar("M", bound=Member)
 class ScoringJob(Generic[Item, Result]):
     item: Item
     answer: asyncio.Future[Result]
-    alone: bool = False
-    """Score the sample alone: its last batch hung or killed the worker."""
     timeout_s: float = math.inf
-    """Seconds for scoring, without waiting."""
+    alone: bool = False
+    """Score alone: its last batch hung or killed the worker."""
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
@@ -61,7 +60,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
         """Score a sample. Raise RewardFailed if scoring fails."""
         if self._fleet.end is not None:
             raise RewardFailed(str(self._fleet.end))
-        job = ScoringJob(item, asyncio.get_running_loop().create_future(), timeout_s=timeout_s)
+        job = ScoringJob(item, asyncio.get_running_loop().create_future(), timeout_s)
         self._queue.append(job)
         self._arrived.set()
         self._open[job.answer] = None

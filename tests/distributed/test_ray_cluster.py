@@ -289,7 +289,7 @@ def test_devices_that_move_to_another_node_get_its_free_gpus() -> None:
 def test_a_run_takes_only_its_own_actors_with_it(cluster_address: str, tmp: Path, how: str) -> None:
     """A killed driver's run has failed, though Ray cleans up after it here."""
     (tmp / "run").mkdir()
-    summary = write_summary(tmp / "run", accuracy={}, validation={}, steps=3, wall_s={"total": 1.0}, tokens={}, exit_state="running")
+    summary = write_summary(tmp / "run", domains=[], validation={}, steps=3, wall_s={"total": 1.0}, tokens={}, exit_state="running")
     with running_driver("sleep", tmp, cluster_address) as (bystander, _):
         with running_driver("sleep" if how == "kill" else how, tmp, cluster_address) as (driver, _):
             if how == "kill":

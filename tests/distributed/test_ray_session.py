@@ -159,7 +159,7 @@ def test_a_process_that_wrote_its_title_over_its_mark_is_known_by_its_files(tmp:
 def test_the_guard_ends_marked_processes(tmp: Path, how: str) -> None:
     """And the semaphores of an engine whose host was killed, whose folder is in that of the session. A killed driver's run has failed."""
     mark, folder = uuid.uuid4().hex, tmp / "session"
-    summary = write_summary(tmp, accuracy={}, validation={}, steps=3, wall_s={"total": 1.0}, tokens={}, exit_state="running")
+    summary = write_summary(tmp, domains=[], validation={}, steps=3, wall_s={"total": 1.0}, tokens={}, exit_state="running")
     before = json.loads(summary.read_text())
     scratch = folder / f"rl-engine-{mark}"
     scratch.mkdir(parents=True)
@@ -214,7 +214,7 @@ def test_guards_replace_each_other(tmp: Path) -> None:
 
 
 def test_the_summary_of_a_run_that_ended_stays(tmp: Path) -> None:
-    summary = write_summary(tmp, accuracy={}, validation={}, steps=3, wall_s={"total": 1.0}, tokens={}, exit_state="failed: no disk")
+    summary = write_summary(tmp, domains=[], validation={}, steps=3, wall_s={"total": 1.0}, tokens={}, exit_state="failed: no disk")
     before = summary.read_text()
     session_guard.record_death(summary)
     session_guard.record_death(tmp / "no run" / SUMMARY_FILE)

@@ -27,6 +27,7 @@ from roll_lite.distributed.strategy.base import RankLayout
 from roll_lite.observability.device_memory import PeaksByPhase
 from roll_lite.observability.timers import POOL_WORK
 from roll_lite.rewards.base import RewardFailed
+from roll_lite.simulator.clock import run_virtual
 from roll_lite.workers import reward_model_pool
 from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
@@ -62,6 +63,7 @@ class FakeRank:
         self.place, self.initialize = Method(self._place), Method(self._initialize)
         self.rendezvous, self.meet_at = Method(self._rendezvous), Method(self._meet_at)
         self.memory: PeaksByPhase = {}
+        self.load_s = 0.0
         self.load, self.offload = Method(self._loaded), Method(self._offloaded)
 
     async def _layout(self) -> RankLayout:
@@ -82,6 +84,7 @@ class FakeRank:
     async def _initialize(self) -> None:
         if not self.comes_back:
             raise RuntimeError("out of memory")
+        self.moves.append("initialize")
         self.error, self.hangs = None, False
 
     async def _measured(self, texts: Any) -> tuple[list[float | str] | None, PeaksByPhase]:
@@ -97,6 +100,7 @@ class FakeRank:
 
     async def _loaded(self, groups: Any) -> PeaksByPhase:
         self.moves.append("load")
+        await asyncio.sleep(self.load_s)
         return {}
 
     async def _offloaded(self, groups: Any) -> PeaksByPhase:
@@ -255,24 +259,53 @@ async def test_a_model_that_does_not_come_back_fails_every_sample_with_both_caus
     assert "its process died" in cause and "could not be started again: reward model toy: RuntimeError: out of memory" in cause
 
 
-async def test_every_sample_that_waits_ends_within_its_own_time() -> None:
-    (actor,) = ranks(1)
-    actor.hangs = True
-    async with client([actor]) as model:
-        pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}, timeout_s=0.2), model)
-        results = await asyncio.gather(*(outcome(pool.score(item(text))) for text in "abc"))
-    assert set(results) == {"reward model toy: time-out: no score within 0.2 s"}
+def test_a_samples_time_is_the_models_not_that_in_its_queue() -> None:
+    async def main() -> None:
+        (actor,) = ranks(1, seconds=1.0)
+        actor.load_s = 60.0
+        async with client([actor], offload=True, micro_batch_size=1) as model:
+            pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}, timeout_s=2.0, retries=0), model)
+            assert [score.value for score in await asyncio.gather(*(pool.score(item()) for _ in range(10)))] == [7.0] * 10
+            actor.seconds = 2.5
+            assert await outcome(pool.score(item())) == "reward model toy: time-out: no score within 2 s"
+            actor.seconds = 1.0
+            assert (await pool.score(item())).value == 7.0, "the replica is as good as before"
+            assert model.replaced == 0
+
+    run_virtual(main())
 
 
-async def test_the_time_of_a_sample_does_not_run_while_it_waits() -> None:
-    async with client(ranks(1, seconds=0.2), micro_batch_size=1) as model:
-        pool = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}, timeout_s=0.5), model)
-        scores = await asyncio.gather(*(pool.score(item(text)) for text in "abcdef"))
-    assert [score.value for score in scores] == [5.0] * 6
+def test_no_sample_waits_for_ever_behind_a_copy_that_hangs() -> None:
+    """Those that it has end in their own time, the others when it is found to hang; the next attempt is served by the one started again."""
+
+    async def main() -> None:
+        hanging, healthy = ranks(2)
+        hanging.hangs = True
+        reward = RewardConfig(name="model", args={"model": "toy"}, timeout_s=30.0)
+        clock = asyncio.get_running_loop().time
+        async with client([hanging], micro_batch_size=1) as model:
+            pool = RewardModelClient("toy", reward, model)
+
+            async def timed() -> tuple[Any, float]:
+                return await outcome(pool.score(item())), round(clock())
+
+            first, *others = await asyncio.gather(*(timed() for _ in range(3)))
+            assert first == ("reward model toy: time-out: no score within 30 s", 30)
+            assert others == [("reward model toy: it hangs: no scores within 600 s", 600)] * 2
+            assert (await pool.score(item())).value == 7.0
+            assert (hanging.kills, model.replaced) == (1, 1)
+        hanging.hangs = True
+        async with client([hanging, healthy], micro_batch_size=1) as model:
+            pool = RewardModelClient("toy", reward, model)
+            started = clock()
+            results = await asyncio.gather(*(outcome(pool.score(item())) for _ in range(8)))
+            assert clock() - started < 31
+            assert sorted(map(str, (getattr(result, "value", result) for result in results))) == ["7.0"] * 7 + [first[0]]
+
+    run_virtual(main())
 
 
 async def test_a_copy_that_hangs_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits has given up by then; it would be nobody's any more."""
     monkeypatch.setattr(reward_model_pool, "HANG_SECONDS", 0.3)
     (actor,) = ranks(1)
     actor.hangs = True
@@ -343,17 +376,28 @@ async def test_a_model_that_gives_its_memory_back_is_loaded_when_there_is_someth
     assert staying[0].moves == []
 
 
-async def test_a_model_that_starts_again_while_others_have_its_devices_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_that_is_started_again_is_offloaded_until_there_is_something_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have died at rest, while others train on its devices."""
     monkeypatch.setattr(fleet, "ASK_SECONDS", 0.02)
-    (actor,) = ranks(1)
+    (actor,) = ranks(1, seconds=0.01)
     async with client([actor], offload=True) as model:
         await model.score("x")
         await model.rest()
         actor.dies_idle = True
         await until_restarted(model)
-        assert actor.moves == ["load", "offload", "offload"]
-        assert await model.score("xx") == 2.0
-    assert actor.moves[3:] == ["load"]
+        assert actor.moves == ["load", "offload", "initialize", "offload"]
+        actor.error = ActorDiedError()
+        assert "its process died" in await outcome(model.score("x"))
+        assert await model.score("x") == 1.0
+        assert actor.moves[4:] == ["load", "initialize", "offload", "load"]
+        await model.rest()
+        assert actor.moves[8:] == ["offload"]
+    (staying,) = ranks(1)
+    staying.error = ActorDiedError()
+    async with client([staying]) as model:
+        assert "its process died" in await outcome(model.score("x"))
+        assert await model.score("x") == 1.0
+    assert staying.moves == ["initialize"]
 
 
 async def test_the_fullest_rank_s_memory_is_told_once() -> None:
@@ -418,7 +462,7 @@ async def test_terms_and_forms_are_added_to_the_models_output() -> None:
         scores = await asyncio.gather(*(pool.score(item(text)) for text in ("abc", "bc")))
         pool.close()
     assert [(score.value, score.format_ok) for score in scores] == [(3.0, True), (2.0, False)]
-    assert scores[0].details["reward_model"] == 3.0
+    assert scores[0].details == {"reward_model": 3.0} and scores[0].terms == {}
 
 
 @pytest.mark.usefixtures("ray_local")
@@ -429,9 +473,16 @@ async def test_further_terms_of_a_models_reward() -> None:
         await pool.start()
         score = await pool.score(item("abc"))
         pool.close()
+        terms[0] = RewardTermConfig(name=f"{USER}.length", weight=3e38 / 3)
+        beyond = RewardModelClient("toy", RewardConfig(name="model", args={"model": "toy"}, terms=terms), model)
+        await beyond.start()
+        model._hand_out = lambda batch, results: [model._resolve(job, 3e38) for job in batch]  # type: ignore[method-assign, assignment, func-returns-value]
+        cause = await outcome(beyond.score(item("abc")))
+        beyond.close()
     assert score.value == 7 - 0.5 * 3  # "1+1=abc" has 7 characters
-    (label,) = score.terms.keys() - {"base"}
-    assert score.terms == {"base": 7.0, label: -1.5} and score.details["base"] == 7.0
+    assert score.terms == {"base": 7.0, "length": -1.5}
+    assert score.details == {"base": 7.0, "length": 3.0, "reward_model": 7.0}
+    assert cause == "reward model with its terms: returned 6e+38, which is beyond float32, whose largest number is 3.4028e+38"
 
 
 async def test_a_mistake_in_the_arguments_is_a_value_error_at_the_start() -> None:
