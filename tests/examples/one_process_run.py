@@ -133,7 +133,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
     journal.connect()
     files.keep_start(models)
     generator = torch.Generator().manual_seed(3)
-    source: Any = SimpleNamespace(judge_roles=(), loaded=lambda *_: nullcontext(), sync=lambda version: None)
+    source: Any = SimpleNamespace(judge_roles=(), loaded=lambda *_: nullcontext(), sync=lambda version: None, wait_for_files=lambda: None)
     pipeline: Any = RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), files, supervised_rows(config))
     pipeline.generate = lambda: rollouts(actor.ranks.worker, config, generator)  # type: ignore[attr-defined]
     while pipeline.steps_done < config.steps:

@@ -204,7 +204,7 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
         copy_every=0,
     )
     monkeypatch.setattr(RLVRPipeline, "validate", lambda self: None)
-    source: Any = SimpleNamespace(judge_roles=(), loaded=lambda *_: nullcontext(), state_dict=dict)
+    source: Any = SimpleNamespace(judge_roles=(), loaded=lambda *_: nullcontext(), state_dict=dict, wait_for_files=lambda: None)
     return RLVRPipeline(config, Models(actor), source, journal, checkpoints, BatchFiles(config, folder))
 
 
