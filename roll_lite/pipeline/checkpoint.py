@@ -90,9 +90,9 @@ class Checkpoints:
         self._in_store = not is_local(self._home)
         self._waiting: list[Path] = []
         self._running: Unfinished | None = None
-        self.newest: Path | None = None
         self._renamed: dict[Path, int] = {}
         """{checkpoint that was resumed and has a name of the user's: its step}."""
+        self.newest: Path | None = None
         """Newest finished checkpoint, or the one the run resumed from."""
         self.copy_every, self.copied_step = config.checkpoint.in_memory_every, 0
         """`copy_every`: steps between in-memory copies; 0: none. `copied_step`: newest copy's step; 0: none."""

@@ -80,9 +80,8 @@ def is_over(folder: Path, steps: int) -> bool:
 
 def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     journal = Journal(config, folder)
-    journal.timers.around = PhaseLimits(
-        config.limits, config.rollout.stream_log_probs, config.weight_sync.timeout_s, config.algorithm.critic_warmup_steps
-    ).limited
+    phases = 2 * config.algorithm.critic_warmup_steps  # each step also compares replicas in this phase
+    journal.timers.around = PhaseLimits(config.limits, config.rollout.stream_log_probs, config.weight_sync.timeout_s, phases).limited
     WATCHDOG.silence_s = config.limits.silence or None
     interruption = Interruption(config.checkpoint.every > 0)
     end = RunEnd(journal, interruption)
@@ -111,12 +110,12 @@ class PhaseLimits:
     """Time limits of phases: as configured or, for REGULAR, `limits.hang_factor` times their longest duration if less. Recovery itself has
     none."""
 
-    def __init__(self, limits: LimitsConfig, streams: bool = False, transfer_s: float = 0.0, warmup_steps: int = 0) -> None:
+    def __init__(self, limits: LimitsConfig, streams: bool = False, transfer_s: float = 0.0, warmup_phases: int = 0) -> None:
         """`streams`: log-probs may be computed during generation, so `log_probs` varies; its limit follows `train`, which takes longer.
-        `transfer_s`: a weight transfer's own timeout. `warmup_steps`: first steps, which train the critic alone."""
+        `transfer_s`: a weight transfer's own timeout. `warmup_phases`: first `train` phases, of the critic alone."""
         self._limits = limits
         self._transfer_s = transfer_s
-        self._warmup_steps = warmup_steps
+        self._warmup_phases = warmup_phases
         self._measured = {"log_probs": "train"} if streams else {}
         self._longest: dict[str, float] = {}
         self._failed: dict[str, float] = {}
@@ -143,8 +142,8 @@ class PhaseLimits:
                 self._failed[phase] = WATCHDOG.time() - limit.started
                 raise
         self._failed.pop(phase, None)
-        if phase == "train" and self._warmup_steps > 0:  # later ones, with the actor, take longer
-            self._warmup_steps -= 1
+        if phase == "train" and self._warmup_phases > 0:  # later ones, with the actor, take longer
+            self._warmup_phases -= 1
             return
         self._longest[phase] = max(self._longest.get(phase, 0.0), WATCHDOG.time() - limit.started)
 

@@ -364,7 +364,7 @@ class Validations:
 
     def wait(self, version: int) -> None:
         """Wait for the running validation, unless engines generate during training (`rollout.supply`) and steps remain."""
-        if self.step == self._config.steps or not generates_ahead(self._config):
+        if self.step is None or self.step >= self._config.steps or not generates_ahead(self._config):
             self.finish(version)
 
     def forget(self) -> int | None:

@@ -627,7 +627,7 @@ def test_a_transfer_ends_a_hang_by_its_own_timeout_first(monkeypatch: pytest.Mon
 
 
 def test_steps_that_train_the_critic_alone_say_nothing_about_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, PhaseLimits(LimitsConfig(train=3600.0), warmup_steps=2))
+    clock = Clock(monkeypatch, PhaseLimits(LimitsConfig(train=3600.0), warmup_phases=2))
     assert [clock.limit("train", lasts) for lasts in (10.0, 10.0, 100.0, 100.0)] == [3600.0, 3600.0, 3600.0, 1000.0]
 
 
