@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from roll_lite.config.arithmetic import (
@@ -51,7 +51,7 @@ def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = Tru
     return [one if isinstance(one, Problem) else Problem(*one, value_at(config, one[0])) for one in found]
 
 
-def _addresses_without_secrets(config: RunConfig) -> Mistakes:
+def _addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
     for path, text in texts_in(config):
         if (what := secret_in_address(text)) is not None:
             # without the value: a password may hold characters that masking does not expect
