@@ -346,6 +346,11 @@ ODD_PLACES = {
         2,
         "--picture: nowhere/x.png cannot be written: No such file or directory",
     ),
+    "a picture with a long name": (
+        f"{SHELL} simulate -cn tiny_grpo steps=2 --picture {'x' * 300}",
+        2,
+        "cannot be written: File name too long",
+    ),
     "a picture that is a folder": (f"{SHELL} simulate -cn tiny_grpo steps=2 --picture tests", 2, "tests is a folder; name a file in it"),
 }
 

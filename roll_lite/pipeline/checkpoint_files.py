@@ -63,6 +63,7 @@ class Resumption:
 
 
 def finished_checkpoints(run_folder: Path) -> list[Path]:
+    """Return finished checkpoints, oldest first."""
     return [folder for folder in _numbered(run_folder) if is_finished(folder)]
 
 

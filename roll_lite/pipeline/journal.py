@@ -106,7 +106,7 @@ class Journal:
         self._places: list[tuple[str, int, Place]] = []
         self._picture = LivePicture(self._draw)
         self._report = LiveReport(folder, config.report_every)
-        self._current = 0
+        self.current = 0
         self._work: Mapping[str, Sequence[RankWork]] = {}
         self._pool_work: Sequence[Span] = ()
         self._evaluation: Results | None = None
@@ -114,14 +114,15 @@ class Journal:
 
     def connect(self) -> None:
         config, resume = self._config, self._config.checkpoint.source
+        checkpoint = None if resume is None else resumption(resume).checkpoint
         settings = shown_settings(config.model_dump(mode="json"), os.environ)
         del settings["trackers"]
-        ids = {} if resume is None else known_tracker_ids(resumption(resume).checkpoint)
+        ids = {} if checkpoint is None else known_tracker_ids(checkpoint)
         built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings), ids)
         self._trackers = Trackers([*built, self.history], self.console.message)
-        if resume is not None and continues_in_folder(config, self.folder):  # the summary keeps them if the run ends before it has resumed
-            self._first = self._steps = steps_of(resumption(resume).checkpoint)
-            with suppress(ValueError):
+        if checkpoint is not None and continues_in_folder(config, self.folder):  # for a run that ends before it has resumed
+            self._first = self._steps = steps_of(checkpoint)
+            with suppress(ValueError):  # a kill may have cut the last line short
                 self.history.restore(self.folder / METRICS_FILE)
         self._summarize("running")
 
@@ -131,7 +132,7 @@ class Journal:
     def step(self, number: int) -> Iterator[None]:
         """Collect the metrics of step `number` in the block; write them at its end."""
         self._sums = MetricSums()
-        self._current, self._shaped, self._work, self._pool_work = number, None, {}, ()
+        self.current, self._shaped, self._work, self._pool_work = number, None, {}, ()
         self._tokens[number] = dict(self._tokens[self._steps])  # if the step is repeated, its tokens count once
         with self.timers.step():
             yield
@@ -276,8 +277,8 @@ class Journal:
                 add(f"rollout/filtered_{word}", domain.filtered[word], label=name)
             for term, total in domain.terms.items():
                 add("reward/term", total, domain.accepted, label=name, part=term)
-            self._tokens[self._current]["prompt"] += domain.prompt_tokens
-            self._tokens[self._current]["response"] += domain.response_tokens
+            self._tokens[self.current]["prompt"] += domain.prompt_tokens
+            self._tokens[self.current]["response"] += domain.response_tokens
         _add_episodes(self._sums, stats, "episode")
         self._tell_failures(stats)
         for domain_name, own in rows.group_by("domain").items():
@@ -334,7 +335,7 @@ class Journal:
 
     def shaped(self, rows: DataProto, masked: Masked) -> None:
         self._shaped, rows = rows, per_sample(rows)
-        self.ledger.masked(self._current, rows, masked)
+        self.ledger.masked(self.current, rows, masked)
         add, numbers = self._sums.add, rows.tensor("domain_number")
         for number, name in enumerate(self._domains):
             own = numbers == number
@@ -372,13 +373,13 @@ class Journal:
         columns = [rows.objects("domain").tolist(), *(rows.tensor(name).tolist() for name in names)]
         folder = self.folder / CREDIT_FOLDER
         folder.mkdir(exist_ok=True)
-        file = folder / f"step_{self._current:06d}.jsonl"
+        file = folder / f"step_{self.current:06d}.jsonl"
         with replacing(file, has_other_writers=False) as draft, draft.open("w", encoding="utf-8") as lines:
             for number, *values in zip(rows.tensor("sample").tolist(), *columns, strict=True):
                 record = dict(zip(("domain", *names), values, strict=True))
                 advantage = advantages.get(number, math.nan)
                 known = advantage if math.isfinite(advantage) else None  # JSON has no NaN
-                lines.write(json.dumps({"step": self._current, **record, "advantage": known}) + "\n")
+                lines.write(json.dumps({"step": self.current, **record, "advantage": known}) + "\n")
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
         """Record a step's optimizer updates, {role: [data parallel rank][update]}. Sums, equal on all ranks, are taken from the first;
@@ -399,7 +400,7 @@ class Journal:
         if updates.get("actor") and updates["actor"][0]:
             self._ratios([update for rank in updates["actor"] for update in rank if not update.result.skipped])
             sums_of = [update.result.metrics for update in updates["actor"][0] if not update.result.skipped]
-            self._tokens[self._current]["trained"] += int(
+            self._tokens[self.current]["trained"] += int(
                 sum(value for sums in sums_of for name, value in sums.items() if name.startswith("actor/tokens#"))
             )
         if kl_coef > 0:

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -80,8 +80,12 @@ def is_over(folder: Path, steps: int) -> bool:
 
 def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     journal = Journal(config, folder)
-    phases = 2 * config.algorithm.critic_warmup_steps  # each step also compares replicas in this phase
-    journal.timers.around = PhaseLimits(config.limits, config.rollout.stream_log_probs, config.weight_sync.timeout_s, phases).limited
+    journal.timers.around = PhaseLimits(
+        config.limits,
+        config.rollout.stream_log_probs,
+        config.weight_sync.timeout_s,
+        actor_trains=lambda: journal.current > config.algorithm.critic_warmup_steps,
+    ).limited
     WATCHDOG.silence_s = config.limits.silence or None
     interruption = Interruption(config.checkpoint.every > 0)
     end = RunEnd(journal, interruption)
@@ -110,12 +114,14 @@ class PhaseLimits:
     """Time limits of phases: as configured or, for REGULAR, `limits.hang_factor` times their longest duration if less. Recovery itself has
     none."""
 
-    def __init__(self, limits: LimitsConfig, streams: bool = False, transfer_s: float = 0.0, warmup_phases: int = 0) -> None:
+    def __init__(
+        self, limits: LimitsConfig, streams: bool = False, transfer_s: float = 0.0, actor_trains: Callable[[], bool] = lambda: True
+    ) -> None:
         """`streams`: log-probs may be computed during generation, so `log_probs` varies; its limit follows `train`, which takes longer.
-        `transfer_s`: a weight transfer's own timeout. `warmup_phases`: first `train` phases, of the critic alone."""
+        `transfer_s`: a weight transfer's own timeout. `actor_trains`: False while the critic trains alone."""
         self._limits = limits
         self._transfer_s = transfer_s
-        self._warmup_phases = warmup_phases
+        self._actor_trains = actor_trains
         self._measured = {"log_probs": "train"} if streams else {}
         self._longest: dict[str, float] = {}
         self._failed: dict[str, float] = {}
@@ -142,8 +148,7 @@ class PhaseLimits:
                 self._failed[phase] = WATCHDOG.time() - limit.started
                 raise
         self._failed.pop(phase, None)
-        if phase == "train" and self._warmup_phases > 0:  # later ones, with the actor, take longer
-            self._warmup_phases -= 1
+        if phase == "train" and not self._actor_trains():  # with the actor, it takes longer
             return
         self._longest[phase] = max(self._longest.get(phase, 0.0), WATCHDOG.time() - limit.started)
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import NamedTemporaryFile
 
 import yaml
 
@@ -78,10 +78,10 @@ def refuse_unwritable(picture: Path) -> None:
     if is_folder(picture):
         raise ValueError(f"--picture: {picture} is a folder; name a file in it")
     try:
-        with TemporaryFile(dir=picture.parent):
+        with NamedTemporaryFile(dir=picture.parent, prefix=picture.name):
             pass
-    except OSError as error:
-        raise ValueError(f"--picture: {picture} cannot be written: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--picture: {picture} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:

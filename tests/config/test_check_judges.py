@@ -22,6 +22,12 @@ def test_problems(project: Project, yaml: str, path: str, says: str) -> None:
     assert KEY not in str(problem)
 
 
+def test_a_password_with_an_at_sign_is_not_shown(project: Project) -> None:
+    problems = project.problems_of(EXTERNAL % "url: 'https://user:sk-1@secret-0123@h/v1', model: m")
+    assert any("holds a user or a password" in problem.message for problem in problems)
+    assert "secret-0123" not in "".join(map(str, problems))
+
+
 def test_judges_that_are_right(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     assert project.problems_of(JUDGE + ASKS % "") == []

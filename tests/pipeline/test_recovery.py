@@ -627,8 +627,13 @@ def test_a_transfer_ends_a_hang_by_its_own_timeout_first(monkeypatch: pytest.Mon
 
 
 def test_steps_that_train_the_critic_alone_say_nothing_about_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, PhaseLimits(LimitsConfig(train=3600.0), warmup_phases=2))
-    assert [clock.limit("train", lasts) for lasts in (10.0, 10.0, 100.0, 100.0)] == [3600.0, 3600.0, 3600.0, 1000.0]
+    step = 0
+    clock = Clock(monkeypatch, PhaseLimits(LimitsConfig(train=3600.0), actor_trains=lambda: step > 3))
+    limits = []
+    for step in range(1, 7):
+        limits.append(clock.limit("train", 10.0 if step <= 3 else 100.0))
+        clock.limit("train", 0.0)  # replicas are compared in this phase, too
+    assert limits == [*[3600.0] * 4, 1000.0, 1000.0]
 
 
 def test_a_phase_that_was_slow_gets_more_time_when_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,9 +222,10 @@ def test_a_resumed_run_begins_with_one_whatever_was_under_way_when_it_broke_off(
     assert told(tmp_path) == [(3, 3, 3), (4, 4, 4)]
 
 
-def test_a_run_that_resumed_beyond_its_last_step_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, exported = Source(looks=0), list[int]()
-    pipeline = pipeline_of(tmp_path, source, monkeypatch)
+@pytest.mark.parametrize("overrides", [[], [ASYNC]])
+def test_a_run_that_resumed_beyond_its_last_step_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]) -> None:
+    source, exported = Source(looks=100), list[int]()
+    pipeline = pipeline_of(tmp_path, source, monkeypatch, *overrides)
     state = {"steps_done": 6, "version": 6, **{name: part.state_dict() for name, part in pipeline.remembering.items()}}
     monkeypatch.setattr(pipeline.checkpoints, "load", lambda *_: state)
 
@@ -234,7 +235,7 @@ def test_a_run_that_resumed_beyond_its_last_step_ends(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(pipeline, "export_model", export)
     pipeline.run()
-    assert exported == [6]
+    assert exported == [6] and [step for step, *_ in told(tmp_path)] == [6]
 
 
 @pytest.mark.parametrize(("pending", "story"), [(2, ["weights 3", "begin 2", "step 4", "end 2"]), (None, ["weights 3", "step 4"])])
