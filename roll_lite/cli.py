@@ -63,7 +63,7 @@ CHECKS = (
     partial(check_environments, makes=False),
 )
 OF_CHECK = (*CHECKS[:-1], check_environments)
-"""Checks of `roll-lite check`. Other commands use CHECKS, without environments and servers: a run's workers make them before training."""
+"""Checks of `roll-lite check`. Other commands use CHECKS: a run's workers check environments and servers before training."""
 OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine. `roll-lite check` prints failures as notes: the configuration may be for another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_output_usable() -> None:
-    """Open closed standard streams on /dev/null; escape characters outside stdout's encoding."""
+    """Redirect closed standard streams to /dev/null; escape characters that stdout cannot encode."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next opened file gets its number
         os.set_inheritable(number, True)
     os.close(number)
@@ -179,7 +179,7 @@ def _check(config: RunConfig, _: argparse.Namespace) -> int:
 
 
 def _tables(config: RunConfig) -> str:
-    """Return derived values, placement and notes as text, without tables that need a missing value."""
+    """Return derived values, placement and notes as text. Tables that lack a value are left out."""
     of_machine = [f"{path}: {message}" for one in (*OF_MACHINE, template_notes) for path, message in readable(one(config))]
     parts = []
     for part in (lambda: render(derive(config)) if config.mode != "evaluate" else "", lambda: draw(config)):
@@ -190,7 +190,7 @@ def _tables(config: RunConfig) -> str:
 
 
 def _evaluation(parsed: argparse.Namespace, given: Sequence[str]) -> list[str]:
-    """Turn the command `evaluate` into `run` or, with several models, a sweep: change `parsed`, return the overrides."""
+    """Rewrite the parsed command `evaluate` as `run` or, with several models, as a sweep. Return the overrides."""
     keys = [text.partition("=") for text in given]
     models = [text for text, (key, sign, _) in zip(given, keys, strict=True) if not sign or isinstance(parse_override(f"{key}=0"), Problem)]
     models = [text for text in models if not text.startswith(("+", "~"))]
@@ -235,7 +235,7 @@ def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _fixed(override: str) -> str:
-    """Replace a path through the link `latest` by its target: the link will point to the next run."""
+    """Resolve the link `latest` in a path: the link will point to the next run."""
     key, sign, value = override.partition("=")
     path = Path(value)
     with suppress(ValueError):  # loading tells what is wrong with it

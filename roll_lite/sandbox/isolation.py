@@ -169,7 +169,7 @@ def _change_user(user: int = NOBODY) -> None:
 
 
 def _as_nobody() -> None:
-    """Become user NOBODY in a new user namespace without other users."""
+    """Enter a new user namespace, whose only user is NOBODY."""
     _change_user()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | OTHERS)

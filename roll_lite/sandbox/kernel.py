@@ -76,8 +76,8 @@ def read_line(file: int, deadline: float, most: int = sys.maxsize, heard: bytes 
 
 
 KILL, PAUSE, RESUME = b" ", b"\t", b"\n"
-"""One-byte orders: kill, pause or resume the running program. They are white space: the reader of requests skips orders that arrive
-after its end."""
+"""One-byte commands to kill, pause or resume the program. They are white space, so that the request
+reader skips commands after its end."""
 OUT_OF_TIME = int(signal.SIGPROF)
 
 

@@ -210,6 +210,7 @@ class Router:
 
     @property
     def waits_for_engine(self) -> bool:
+        """True if no engine serves, and a replacement will."""
         return self._engines_restart and not self._choice.serving
 
     async def drain(self, name: str, interrupt: bool = False) -> None:

@@ -58,7 +58,7 @@ class _Entry:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Event loop whose clock stands still while it does not run and can receive no answers."""
+    """Event loop whose clock stops while the loop is blocked and receives no answers."""
 
     _stopped_at = _stood_s = 0.0
 
